@@ -1,0 +1,45 @@
+# From a clean checkout with nothing installed: each target makes .venv and what else it needs, once.
+#   make train ARGS="--train.max_steps=500 --name=short"      settings on the command line (configs/reference.yaml)
+#   make test ARGS="-k config"                                options of pytest
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Where the run that ARGS describe keeps its snapshots: the last step of `train` samples from there.
+setting = $(patsubst --$(1)=%,$(2)%,$(filter --$(1)=%,$(ARGS)))
+RUN = $(firstword $(call setting,snapshot.uri) $(call setting,out_dir) $(call setting,name,runs/) runs/shakespeare_char)
+
+.PHONY: train test check clean
+
+train: $(VENV)/installed data/shakespeare/input.txt
+	$(VENV)/bin/python train_gpt.py configs/shakespeare_char.yaml $(ARGS)
+	$(VENV)/bin/python -m mingpt.sample $(RUN)
+
+test: $(VENV)/installed-dev
+	$(VENV)/bin/python -m pytest -q $(ARGS)
+
+check: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/mypy
+
+# What make and the tools made; runs and prepared texts stay.
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+data/shakespeare/input.txt: | $(VENV)/installed
+	$(VENV)/bin/python data/shakespeare/prepare.py
+
+# The stamps are older than a changed list of requirements, so that only then is anything installed again.
+$(VENV)/installed: requirements.txt constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "Python 3.11 or newer is needed, $(PYTHON) is not: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "setting up $(VENV) (PyTorch is large: minutes on a slow line)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -r requirements.txt
+	@touch $@
+
+$(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
+	@echo "adding the tools for tests and checks"
+	@$(PIP) -r requirements-dev.txt
+	@touch $@

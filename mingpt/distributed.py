@@ -1,0 +1,303 @@
+"""Who am I among the ranks, which device and backend, and the few collectives that the trainer needs.
+
+The only reader of the environment (torchrun's variables, or the same ones set by hand).
+"""
+
+import ctypes
+import json
+import logging
+import os
+import platform
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all: torchrun's numbers, and the device that is its own."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def device_type(device: str) -> str:
+    """`cuda`, `mps` or `cpu` for the setting `device` (`auto` takes the first that is there).
+
+    MPS is left out of `auto` when there are several ranks: it has no collectives.
+    """
+    if device != "auto":
+        return device.split(":")[0]
+    if torch.cuda.is_available():
+        return "cuda"
+    if torch.backends.mps.is_available() and _number("WORLD_SIZE", 1) == 1:
+        return "mps"
+    return "cpu"
+
+
+def locate(device: str = "auto") -> World:
+    """Reads who this process is; talks to nobody. Raises ValueError for a device that is not there."""
+    rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    local_rank, local_world_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} is outside 0 .. WORLD_SIZE-1={world_size - 1}: set both, or use torchrun")
+    kind = device_type(device)
+    if kind == "cuda":
+        count = torch.cuda.device_count()
+        index = int(device.split(":")[1]) if ":" in device else local_rank
+        if index >= count:
+            raise ValueError(
+                f"device={device}: local rank {local_rank} needs cuda:{index}, but this machine has {count} CUDA "
+                f"devices; start at most {count} processes here, or set device=cpu"
+            )
+        if world_size > 1 and ":" in device:
+            raise ValueError(f"device={device}: with several ranks each takes its own; set device=cuda")
+        torch.cuda.set_device(index)
+        return World(rank, local_rank, world_size, local_world_size, torch.device("cuda", index))
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device={device}: this machine has no MPS; set device=auto or device=cpu")
+    if kind == "mps" and world_size > 1:
+        raise ValueError(f"device={device}: MPS trains in one process, not in {world_size}; set device=cpu")
+    return World(rank, local_rank, world_size, local_world_size, torch.device(kind))
+
+
+def rank() -> int:
+    """This process's rank, for who must know it before the world does; 0 where the environment makes no sense."""
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def hardware(device: torch.device) -> str:
+    """What equal bits depend on besides the run's description: library, processor, its instruction set."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu("model name") or platform.machine()
+    return f"torch {torch.__version__}, {name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of the forward pass for the setting `dtype`; one that the device lacks is refused by ValueError.
+
+    `auto` is bfloat16 where the hardware multiplies matrices in it (on CPUs: AMX or AVX-512 BF16; elsewhere it is
+    emulated and slower), else float32.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if _has_fast_bfloat16(device) else torch.float32
+    if dtype == "float16" and device.type != "cuda":
+        raise ValueError(f"dtype=float16 needs a CUDA device, but this is {device.type}; set dtype=auto")
+    if dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise ValueError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; set dtype=auto")
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+
+
+def _has_fast_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    flags = _cpu("flags").split() if device.type == "cpu" else []
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _cpu(field: str) -> str:
+    """A field of the first processor in /proc/cpuinfo; empty where there is none."""
+    if not os.path.exists("/proc/cpuinfo"):
+        return ""
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        return next((line.partition(":")[2].strip() for line in file if line.startswith(field)), "")
+
+
+def set_threads(num_threads: int, world: World) -> int:
+    """Sets the CPU threads of this rank's operators (0: the cores of this machine over its ranks) and returns it."""
+    if num_threads == 0:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_threads = max(1, cores // world.local_world_size)
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def connect(world: World, hello: Mapping[str, object], timeout_seconds: float) -> None:
+    """Makes the process group, after all ranks have shown that they describe the same run.
+
+    `hello` is compared through the store first, since ranks that differ in device would hang in their first
+    collective. Raises ValueError, the same text on every rank, that names each difference.
+    """
+    if world.world_size == 1:
+        return
+    timeout = timedelta(seconds=timeout_seconds)
+    store, _, _ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    mine = {"hostname": socket.gethostname(), **hello}
+    store.set(f"mingpt/hello/{world.rank}", json.dumps(mine))
+    # One rank compares and all obey: W readers of W greetings would be W * W reads of the store.
+    if world.is_main:
+        problems = []
+        for rank in range(1, world.world_size):
+            theirs = json.loads(store.get(f"mingpt/hello/{rank}"))
+            problems += [
+                f"{key} is {theirs.get(key)} on rank {rank} ({theirs['hostname']}) but {value} on rank 0"
+                for key, value in hello.items()
+                if theirs.get(key) != value
+            ]
+        store.set("mingpt/verdict", "; ".join(problems))
+    verdict = store.get("mingpt/verdict").decode()
+    if verdict:
+        raise ValueError(f"the ranks do not describe the same run: {verdict}; start all of them alike")
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(  # type: ignore[attr-defined]
+            "mingpt/group", store
+        ),
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timeout,
+        device_id=world.device if world.device.type == "cuda" else None,
+    )
+
+
+def leave() -> None:
+    """Ends the process group. The caller drops its DistributedDataParallel first: alive at exit, gloo aborts."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier(world: World) -> None:
+    """Waits for all ranks, on gloo: NCCL's barrier would occupy the device."""
+    if world.world_size > 1:
+        dist.all_reduce(torch.zeros(1, dtype=torch.int64))
+
+
+def all_reduce_sum(tensor: Tensor, world: World) -> None:
+    """Sums `tensor` over all ranks, in place."""
+    if world.world_size > 1:
+        dist.all_reduce(tensor)
+
+
+def broadcast(tensor: Tensor, world: World) -> None:
+    """Gives every rank rank 0's `tensor`, in place."""
+    if world.world_size > 1:
+        dist.broadcast(tensor, src=0)
+
+
+def broadcast_json(value: object, world: World) -> object:
+    """Gives every rank rank 0's `value` (JSON, not pickle: nothing that can execute crosses the wire)."""
+    if world.world_size == 1:
+        return value
+    content = bytearray(json.dumps(value).encode())
+    length = torch.tensor([len(content)])
+    dist.broadcast(length, src=0)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    if world.is_main:
+        data = torch.frombuffer(content, dtype=torch.uint8)
+    dist.broadcast(data, src=0)
+    return cast(object, json.loads(data.numpy().tobytes()))
+
+
+def decide(world: World, question: Callable[[], T]) -> T:
+    """Rank 0 answers (anything that JSON holds) and every rank gets its answer, or raises its error (ValueError)."""
+    outcome: dict[str, Any] = {}
+    if world.is_main:
+        try:
+            outcome["answer"] = question()
+        except (ValueError, OSError) as error:
+            outcome["error"] = str(error)
+            broadcast_json(outcome, world)
+            raise
+    outcome = cast(dict[str, Any], broadcast_json(outcome, world))
+    if "error" in outcome:
+        raise ValueError(outcome["error"])
+    return cast(T, outcome["answer"])
+
+
+def make_deterministic() -> None:
+    """Makes torch choose algorithms that give the same bits every time; before the first use of CUDA."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses determinism without it
+    torch.use_deterministic_algorithms(True)
+
+
+class Control:
+    """One small all-reduce per step, started before a step's work and read after it, so that no step waits for it.
+
+    The flags of all ranks are summed: whatever one rank wants, every rank reads after the same step. int64 on gloo.
+    """
+
+    def __init__(self, world: World, names: Sequence[str]) -> None:
+        self._world = world
+        self._names = list(names)
+        self._flags = torch.zeros(len(self._names), dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def start(self, **flags: int) -> None:
+        """Sends this rank's flags on their way; every rank must call it the same number of times."""
+        assert self._work is None, "read() must come between two start()"
+        self._flags = torch.tensor([int(flags.get(name, 0)) for name in self._names])
+        if self._world.world_size > 1:
+            self._work = cast(dist.Work, dist.all_reduce(self._flags, async_op=True))
+
+    def read(self) -> dict[str, int]:
+        """The sums that the last `start` brought (zeros before the first)."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return dict(zip(self._names, self._flags.tolist(), strict=True))
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch's generators (CPU and every device) alone: cheap enough for every cell of a step."""
+    torch.manual_seed(seed & (2**63 - 1))
+
+
+def seed_process(seed: int) -> None:
+    """Seeds python's and numpy's generators too, which are the user's: once at the start."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    seed_all(seed)
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to end this worker with its agent: an orphan would train on and write into the run. On Linux."""
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def describe(world: World) -> str:
+    """The world in one phrase for the start line: ranks, hosts, restarts, endpoint."""
+    if world.world_size == 1:
+        return f"1 process on {socket.gethostname()}"
+    hosts = world.world_size // max(1, world.local_world_size)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    endpoint = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    return f"{world.world_size} ranks on {hosts} host(s), restart {restart}, endpoint {endpoint}"
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise ValueError(f"the environment says {name}={text!r}, which is no number: unset it, or use torchrun")
+    return int(text)

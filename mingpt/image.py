@@ -1,0 +1,171 @@
+"""The state of a run at a moment as one block of bytes, in the safetensors layout.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: {"__metadata__": {"mingpt": <JSON text>}, <name>: {"dtype", "shape", "data_offsets"}, ...}, padded
+    tensors   raw little-endian bytes, one after the other without gaps, the widest dtypes first so that all are aligned
+
+Any safetensors reader opens it, and nothing in it can execute. The bytes are written in place into one buffer and read
+as views of one, so neither way needs a second copy of the state.
+"""
+
+import hashlib
+import json
+import math
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FORMAT_VERSION = 1
+_DTYPES = {
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADER_LIMIT = 100 << 20  # bytes; safetensors' own limit
+
+
+@dataclass(frozen=True)
+class Image:
+    """A decoded image: `metadata` as it was given to `encode`, `tensors` as views of the buffer."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, object], buffer: Tensor | None = None) -> Tensor:
+    """Writes an image and returns its bytes (uint8), inside `buffer` (uint8, on the CPU) where that is large enough.
+
+    This one pass is the only copy of the state. Raises TypeError for a dtype that the layout has no name for.
+    """
+    assert sys.byteorder == "little", "the layout is little-endian"
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise TypeError(f"an image cannot hold {name}: {tensor.dtype}")
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"mingpt": json.dumps({"format_version": FORMAT_VERSION, **metadata})}}
+    end = 0
+    for name in ordered:
+        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        header[name] = {
+            "dtype": _NAMES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    if buffer is None or buffer.numel() < first + end:
+        buffer = torch.empty(first + end, dtype=torch.uint8)
+    buffer = buffer[: first + end]
+    buffer[:first] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+    for name in ordered:
+        tensor = tensors[name].detach()
+        size = tensor.numel() * tensor.element_size()
+        if size:
+            buffer[first : first + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        first += size
+    return buffer
+
+
+def decode(data: Tensor, source: str) -> Image:
+    """Reads an image from its bytes (uint8); `source` names them in errors.
+
+    Every size and offset is checked before it is used. Raises ValueError, one line, for anything that is not a whole
+    image of ours.
+    """
+    total = data.numel()
+    length = int.from_bytes(data[:8].numpy().tobytes(), "little")
+    if total < 8 or length % 8 or length > min(total - 8, _HEADER_LIMIT):
+        raise ValueError(f"{source} is no snapshot image: in its {total} bytes stands a header length of {length}")
+    try:
+        header = json.loads(data[8 : 8 + length].numpy().tobytes())
+        metadata = json.loads(header.pop("__metadata__")["mingpt"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{source} is no snapshot image of mingpt: its header cannot be read ({error!r})") from error
+    version = metadata.get("format_version") if isinstance(metadata, dict) else None
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{source} has image format {version}, this mingpt reads {FORMAT_VERSION}: take a matching one"
+        )
+    body = data[8 + length :]
+    tensors = {name: _view(body, name, entry, source) for name, entry in header.items()}
+    expected = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if expected != body.numel():
+        raise ValueError(f"{source} is damaged: its tensors take {expected} bytes, but {body.numel()} are there")
+    return Image(metadata, tensors)
+
+
+def _view(body: Tensor, name: str, entry: object, source: str) -> Tensor:
+    try:
+        fields = cast(dict[str, Any], entry)
+        dtype, shape, (start, end) = _DTYPES[fields["dtype"]], fields["shape"], fields["data_offsets"]
+        valid = (
+            all(type(number) is int and number >= 0 for number in (*shape, start, end))
+            and end - start == math.prod(shape) * dtype.itemsize
+            and end <= body.numel()
+            and start % dtype.itemsize == 0
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{source} is damaged: its entry for {name!r} cannot be read ({error!r})") from error
+    if not valid:
+        raise ValueError(f"{source} is damaged: its entry for {name!r} does not fit ({entry})")
+    return body[start:end].view(dtype).view(shape) if end > start else torch.empty(shape, dtype=dtype)
+
+
+def rng_tensors(device: torch.device) -> dict[str, Tensor]:
+    """The states of the generators of python, numpy, torch and `device`, as tensors on the CPU."""
+    _, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states = {
+        "rng.python": torch.tensor(words),
+        "rng.python_gauss": torch.tensor([math.nan if gauss is None else gauss], dtype=torch.float64),
+        "rng.numpy": torch.tensor([*map(int, keys), position, has_gauss]),
+        "rng.numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "rng.torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["rng.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Sets the generators to what `rng_tensors` gave; a device that the state does not know keeps its own."""
+    gauss = float(states["rng.python_gauss"])
+    random.setstate((3, tuple(states["rng.python"].tolist()), None if math.isnan(gauss) else gauss))
+    *keys, position, has_gauss = states["rng.numpy"].tolist()
+    cached = float(states["rng.numpy_gauss"])
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["rng.torch"].clone())
+    if device.type == "cuda" and "rng.cuda" in states:
+        torch.cuda.set_rng_state(states["rng.cuda"].clone(), device)
+
+
+def sha256s(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
+    """`weights_sha256` and `state_sha256` of an image's tensors: equal bits, equal sums.
+
+    The first covers `model.*` sorted by name, the second `optimizer.*` after them; of each tensor the name, the dtype,
+    the shape and the little-endian bytes.
+    """
+    digest = hashlib.sha256()
+    sums = []
+    for prefix in ("model.", "optimizer."):
+        for name in sorted(name for name in tensors if name.startswith(prefix)):
+            tensor = tensors[name].detach().cpu().contiguous()
+            digest.update(f"{name} {_NAMES[tensor.dtype]} {list(tensor.shape)}\n".encode())
+            digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+        sums.append(digest.copy().hexdigest())
+    return sums[0], sums[1]

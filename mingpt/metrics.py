@@ -1,0 +1,91 @@
+"""What the run says of itself: lines on the console, rows and events in `metrics.jsonl`.
+
+The file is append-only and one JSON object a line, so that a kill costs at most the line it tore. A row is
+`{"step", "time", "generation", <metric>: number, ...}`; after a restart a step may stand twice, and the last row wins.
+"""
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+def open_console(rank: int) -> None:
+    """Lets rank 0 speak at INFO on standard output, the others at WARNING with their number."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    logger = logging.getLogger("mingpt")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    logging.raiseExceptions = False  # a closed pipe must not end or flood the training
+
+
+class Metrics:
+    """Writes `metrics.jsonl` at `path`; with None it only speaks on the console, as on ranks other than 0.
+
+    A file that cannot be written is told of once; the training goes on.
+    """
+
+    def __init__(self, path: Path | None = None, generation: int = 1) -> None:
+        self._path = path
+        self._generation = generation
+        self._failed = False
+
+    def row(self, step: int, values: dict[str, float]) -> None:
+        """Appends the metrics of `step`."""
+        self._append({"step": step, "time": time.time(), "generation": self._generation, **values})
+
+    def event(self, name: str, step: int, **facts: object) -> None:
+        """Appends an event: a start, a resume, an evaluation's sample, a stop ..."""
+        self._append({"event": name, "step": step, "time": time.time(), "generation": self._generation, **facts})
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        # JSON has no nan: a strict reader would stop at the line.
+        entry = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
+        try:
+            with open(self._path, "a+b") as file:
+                if file.tell() and not _ends_with_newline(file):
+                    file.write(b"\n")  # a kill tore the last line
+                file.write(json.dumps(entry).encode() + b"\n")
+        except OSError as error:
+            if not self._failed:
+                log.warning("metrics are not written: %s: %s; training goes on", self._path, error)
+            self._failed = True
+
+
+def _ends_with_newline(file: Any) -> bool:
+    file.seek(-1, 2)
+    return bool(file.read(1) == b"\n")
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows and events of a `metrics.jsonl` in the order they were written; torn lines are skipped.
+
+    Nothing where there is no such file; OSError where it cannot be read.
+    """
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict):
+                yield entry
+
+
+def duration(seconds: float) -> str:
+    """`h:mm:ss` or `m:ss`."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

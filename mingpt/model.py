@@ -1,0 +1,294 @@
+"""GPT: token ids in, logits or a loss out. One file that can be copied alone.
+
+The architecture, the weight names and the arithmetic are GPT-2's (Radford et al. 2019), so that its published weights
+fit: every `c_attn`, `c_proj` and `c_fc` transposed, since GPT-2 stores them for `x @ W`. Shapes are written with
+B = sequences, T = tokens in a sequence, C = n_embd.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+PRESETS: dict[str, dict[str, int]] = {
+    "gpt-nano": {"n_layer": 3, "n_head": 3, "n_embd": 48},
+    "gpt-micro": {"n_layer": 4, "n_head": 4, "n_embd": 128},
+    "gpt-mini": {"n_layer": 6, "n_head": 6, "n_embd": 192},
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters with GPT-2's 50257 tokens
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},  # 355M
+    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},  # 774M
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
+}
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model. Raises ValueError, with the setting's dotted name, where no such model can be."""
+
+    vocab_size: int
+    block_size: int = 1024  # the longest context, in tokens
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True  # in linear layers and layer norms; GPT-2 has them, without is a little faster
+    activation_checkpointing: bool = False  # recompute each block in the backward: less memory, a third more time
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}={getattr(self, name)} is too small; give 1 or more")
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"model.n_head={self.n_head} does not divide model.n_embd={self.n_embd}; "
+                f"take another n_head, or a multiple of {self.n_head} for n_embd"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout={self.dropout} is no probability; give 0 or more and less than 1")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: a multiple of 64, the tile of a GPU's matrix units."""
+        return math.ceil(self.vocab_size / 64) * 64
+
+
+class Cache:
+    """One layer's keys and values of the tokens seen so far, so that a new token costs one token's work."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.length = 0  # tokens seen
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes the keys and values (B, n_head, T, head size) of T new tokens, returns those of all tokens."""
+        if self.length == 0:  # allocated once, for the whole block: growing would copy everything for every token
+            B, n_head, _, head_size = k.shape
+            self.k, self.v = k.new_empty(2, B, n_head, self.block_size, head_size).unbind()
+        start, self.length = self.length, self.length + k.size(2)
+        self.k[:, :, start : self.length] = k
+        self.v[:, :, start : self.length] = v
+        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # query, key, value of all heads
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+        self.n_head, self.dropout = config.n_head, config.dropout
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+        if cache is not None:
+            assert cache.length == 0 or T == 1  # is_causal below aligns the first query with the first key
+            k, v = cache.append(k, v)
+        # a single query is the last token, which may see all keys
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=T > 1)
+        x = self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+        return x
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # the form that GPT-2's weights were trained with
+        x = self.dropout(self.c_proj(x))
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class Transformer(nn.Module):
+    """Token ids (B, T) to hidden states (B, T, C): all of GPT but its head."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.activation_checkpointing = config.activation_checkpointing
+
+    def forward(self, idx: Tensor, caches: list[Cache] | None = None) -> Tensor:
+        start = caches[0].length if caches else 0
+        positions = torch.arange(start, start + idx.size(1), device=idx.device)
+        x: Tensor = self.drop(self.wte(idx) + self.wpe(positions))
+        for layer, block in enumerate(self.h):
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)  # restores the generators: dropout repeats itself
+            else:
+                x = block(x, caches[layer] if caches else None)
+        x = self.ln_f(x)
+        return x
+
+
+class GPT(nn.Module):
+    """The language model. Its vocabulary is padded inside; the padded logits exist for nobody outside."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
+        for name, parameter in self.named_parameters():  # a tied one comes once, as transformer.wte.weight
+            if name.endswith("c_proj.weight"):  # the residual stream sums 2 * n_layer of them (GPT-2, section 2.3)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Ids (B, T) to (logits (B, T, vocab_size), None), or with targets (B, T) to (None, loss).
+
+        The loss is the mean cross-entropy over the B * T targets in nats, float32 under autocast too. Raises
+        ValueError for more than block_size tokens and, on the CPU, for ids outside the vocabulary.
+        """
+        T, block_size = idx.size(1), self.config.block_size
+        if not 1 <= T <= block_size:
+            raise ValueError(f"idx has {T} tokens per sequence; give 1 to block_size={block_size}")
+        if idx.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would wait for the device
+            self._check_ids(idx)
+        logits: Tensor = self.lm_head(self.transformer(idx))[..., : self.config.vocab_size]
+        if targets is None:
+            return logits, None
+        return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def _check_ids(self, idx: Tensor) -> None:
+        low, high = (int(bound) for bound in idx.aminmax())
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(f"idx holds ids from {low} to {high}; give 0 to vocab_size={self.config.vocab_size} - 1")
+
+    def num_parameters(self) -> int:
+        """Parameters, the tied one once and without the padding: 124,439,808 for gpt2 with its 50257 tokens."""
+        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
+        return sum(parameter.numel() for parameter in self.parameters()) - padding
+
+    def flops_per_token(self) -> float:
+        """Floating point operations to train on one token: 6 N + 12 L C T (PaLM, Chowdhery et al. 2022, appendix B).
+
+        N leaves out the position table, which is only looked up; the token table counts, as it is the head.
+        """
+        c = self.config
+        return 6.0 * (self.num_parameters() - c.block_size * c.n_embd) + 12.0 * c.n_layer * c.n_embd * c.block_size
+
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Continues the prompts idx (B, T); yields the next ids (B,), one for each sequence, as they are made.
+
+        The context is the last block_size tokens. Up to there a token costs one token's work (cached keys and values),
+        beyond it a whole block's: every token then has another position. Temperature 0 takes the likeliest token,
+        top_k draws from the k likeliest, top_p from the fewest that reach this probability (Holtzman et al. 2020).
+        The generator must live on the model's device; None draws from torch's own. Between two tokens the model is
+        in the mode it was in. Raises ValueError for settings out of range at the call, for logits that are not
+        finite when they appear.
+        """
+        if idx.size(1) < 1:
+            raise ValueError("idx is empty; give at least one token to continue")
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={max_new_tokens} is negative; give 0 or more")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature={temperature} is out of range; give 0 (the likeliest token) or more")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k={top_k} leaves no token; give 1 or more, or leave it out")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p={top_p} is out of range; give more than 0 and at most 1, or leave it out")
+        self._check_ids(idx)
+        pick = partial(sample_token, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        return self._generate(idx, max_new_tokens, pick)
+
+    @torch.no_grad()
+    def _generate(self, idx: Tensor, max_new_tokens: int, pick: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        block_size = self.config.block_size
+        context = fresh = idx[:, -block_size:]  # fresh: what the caches have not seen
+        caches = [Cache(block_size) for _ in self.transformer.h]
+        for length in range(context.size(1), context.size(1) + max_new_tokens):
+            with evaluating(self):  # for each token, not once: a reader may stop here, or train between two tokens
+                x = self.transformer(fresh, caches) if length <= block_size else self.transformer(context)
+                next_idx = pick(self.lm_head(x[:, -1])[:, : self.config.vocab_size].float())
+            fresh = next_idx.unsqueeze(1)
+            context = torch.cat((context, fresh), dim=1)[:, -block_size:]
+            yield next_idx
+
+
+def sample_token(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draws one id (B,) from each row of float32 logits (B, vocab_size). Raises ValueError where one is not finite."""
+    if not logits.isfinite().all():  # multinomial would crash, or draw an id that is none
+        raise ValueError("the logits are not finite (nan or inf); the weights are damaged, take an earlier snapshot")
+    if temperature < 1e-6:  # float32 logits are no finer than that; dividing by less would overflow
+        return logits.argmax(dim=-1)
+    logits, ids = logits.sort(dim=-1, descending=True, stable=True)  # of equal ones the first, as argmax does
+    probabilities = F.softmax(logits[:, :top_k] / temperature, dim=-1)
+    if top_p is not None:
+        probabilities[probabilities.cumsum(dim=-1) - probabilities >= top_p] = 0  # never the first: 0 < top_p
+    choice = torch.multinomial(probabilities, num_samples=1, generator=generator)
+    return ids.gather(1, choice).squeeze(1)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it the model is in eval mode (no dropout), after it in the mode it was in."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@torch.no_grad()
+def check_causal(model: nn.Module, vocab_size: int, block_size: int, device: str | torch.device) -> None:
+    """Changes the last of block_size tokens: the logits of all earlier ones must keep every bit, else ValueError.
+
+    A model that sees the future reaches a low loss and writes nonsense. Costs two forwards of one sequence; draws
+    nothing from torch's global generator.
+    """
+    idx = torch.randint(vocab_size, (1, block_size), generator=torch.Generator().manual_seed(0)).to(device)
+    changed = idx.clone()
+    changed[:, -1] = (idx[:, -1] + 1) % vocab_size
+    with evaluating(model):
+        before, after = (model(ids)[0][:, :-1] for ids in (idx, changed))
+    if not torch.equal(before, after):
+        position = int((before != after).any(dim=-1).nonzero()[0, 1])
+        raise ValueError(f"the model is not causal: token {block_size - 1} changes the logits at position {position}")

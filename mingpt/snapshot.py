@@ -1,0 +1,360 @@
+"""Images made durable: whose they are, the manifest that makes one valid, retention, and what may change on resume.
+
+A snapshot is `step-<9 digits>-g<generation>-<8 hex>.safetensors`, an image, and `.json` beside it, its manifest, which
+is written last: no manifest, no snapshot. `run.json`, in the run's folder and beside its snapshots, names the run.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mingpt import storage
+from mingpt.image import Image, decode, sha256s
+from mingpt.model import GPT, GPTConfig
+from mingpt.tokenizer import Tokenizer, tokenizer_from_dict
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-\d{9,}-g\d+-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of a snapshot without opening its image. `facts` is the JSON of the file."""
+
+    path: Path
+    facts: dict[str, Any] = field(hash=False)
+
+    @property
+    def image_path(self) -> Path:
+        # Derived from the manifest's own name, not read from it: no content can point out of the folder.
+        return self.path.with_suffix(".safetensors")
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newer snapshots compare greater: a later formation of the world wins over a higher step."""
+        return self.facts["generation"], self.facts["step"]
+
+
+class Snapshots:
+    """The snapshots of one run in one folder; one process writes, any may read.
+
+    Kept are the newest `keep_last`, every one whose step is a multiple of `keep_interval` (0: none more), and the best
+    by validation loss.
+    """
+
+    def __init__(self, folder: Path, run_id: str, keep_last: int = 2, keep_interval: int = 0) -> None:
+        self.folder = folder
+        self.run_id = run_id
+        self._keep_last = keep_last
+        self._keep_interval = keep_interval
+
+    def save(self, data: Tensor, *, step: int, generation: int, facts: Mapping[str, object]) -> Manifest:
+        """Writes the image `data` (uint8), verifies it, writes its manifest, and removes what need not be kept.
+
+        Raises OSError where the disk is full or cannot be written; what was there stays valid.
+        """
+        path = self.folder / f"step-{step:09d}-g{generation}-{secrets.token_hex(4)}.json"
+        weights_sha256, state_sha256 = sha256s(decode(data, str(path)).tensors)
+        content = {
+            "run_id": self.run_id,
+            "step": step,
+            "generation": generation,
+            "time": time.time(),
+            "size": data.numel(),
+            "sha256": hashlib.sha256(data.numpy().data).hexdigest(),
+            "weights_sha256": weights_sha256,
+            "state_sha256": state_sha256,
+            **facts,
+        }
+        manifest = Manifest(path, content)
+        storage.replace_file(manifest.image_path, [data.numpy().data])
+        _read_verified(manifest)
+        storage.replace_file(path, [json.dumps(content, indent=1).encode()])
+        self._prune()
+        return manifest
+
+    def all(self) -> list[Manifest]:
+        """This run's manifests, newest first."""
+        return [manifest for manifest in read_manifests(self.folder) if manifest.facts["run_id"] == self.run_id]
+
+    def newest(self) -> tuple[Manifest, Image] | None:
+        """The newest snapshot whose bytes verify, or None where there is none at all; see `newest_valid`."""
+        return newest_valid(self.all(), self.folder)
+
+    def clean(self) -> None:
+        """Removes what a killed writer of this run left half-done. For the writer alone, before it writes."""
+        storage.remove_leftovers(self.folder)
+        for path in self.folder.glob("step-*.safetensors"):
+            if not path.with_suffix(".json").exists() and _is_image_of(path, self.run_id):
+                log.info("removing %s: its save was cut off before the manifest", path)
+                path.unlink(missing_ok=True)
+
+    def _prune(self) -> None:
+        manifests = self.all()
+        keep = manifests[: self._keep_last]
+        if self._keep_interval:
+            keep += [m for m in manifests if m.facts["step"] % self._keep_interval == 0]
+        evaluated = [m for m in manifests if m.facts.get("val_loss") is not None]
+        if evaluated:
+            keep.append(min(evaluated, key=lambda m: float(m.facts["val_loss"])))
+        for manifest in manifests:
+            if manifest not in keep:
+                # The manifest first: an image without one is no snapshot, and is cleaned up at the next start.
+                manifest.path.unlink(missing_ok=True)
+                manifest.image_path.unlink(missing_ok=True)
+
+
+def read_manifests(folder: Path) -> list[Manifest]:
+    """The manifests in `folder`, newest first; one that cannot be understood is told of and left alone.
+
+    Raises OSError where the folder or a manifest cannot be read: that is not "there is none".
+    """
+    manifests = []
+    for path in folder.glob("step-*.json"):
+        if not _NAME.fullmatch(path.stem):
+            continue
+        try:
+            facts = json.loads(path.read_bytes())
+            wanted = {"run_id": str, "step": int, "generation": int, "size": int, "sha256": str}
+            if not all(isinstance(facts[key], kind) for key, kind in wanted.items()):
+                raise TypeError("a field has the wrong type")
+        except FileNotFoundError:
+            continue  # pruned since it was listed
+        except (ValueError, TypeError, KeyError) as error:
+            log.warning("ignoring the snapshot %s: its manifest is damaged (%r)", path, error)
+            continue
+        manifests.append(Manifest(path, facts))
+    return sorted(manifests, key=lambda manifest: manifest.order, reverse=True)
+
+
+def newest_valid(manifests: Sequence[Manifest], folder: Path) -> tuple[Manifest, Image] | None:
+    """The first of `manifests` (newest first) whose image verifies; None where the folder holds no snapshot at all.
+
+    Falls back to an older one with a loud line. Raises ValueError where there are some but none is valid.
+    """
+    for manifest in manifests:
+        try:
+            return manifest, _read_verified(manifest)
+        except (OSError, ValueError) as error:
+            log.warning("SNAPSHOT OF STEP %d NOT USED, trying an older one: %s", manifest.facts["step"], error)
+    if manifests or any(folder.glob("step-*.json")):
+        raise ValueError(
+            f"there are snapshots in {folder}, but none can be used (see above): repair or restore one, or move the "
+            "folder away to start over"
+        )
+    return None
+
+
+def read_image(path: Path) -> Image:
+    """The image in a local file, memory-mapped: its tensors are views of the file. Raises OSError, ValueError."""
+    size = path.stat().st_size
+    data = torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+    return decode(data, str(path))
+
+
+def _read_verified(manifest: Manifest) -> Image:
+    path = manifest.image_path
+    size = path.stat().st_size
+    if size != manifest.facts["size"]:
+        raise ValueError(f"{path} has {size} bytes instead of {manifest.facts['size']}")
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != manifest.facts["sha256"]:
+            raise ValueError(f"the bytes of {path} are not those that were written (sha256 differs)")
+    return read_image(path)
+
+
+def _is_image_of(path: Path, run_id: str) -> bool:
+    try:
+        return read_image(path).metadata.get("run_id") == run_id
+    except ValueError:
+        return False
+
+
+# Whose run this is
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's identity and the number of this formation of the world."""
+
+    run_id: str
+    generation: int
+
+
+def open_run(out_dir: Path, folder: Path) -> Run:
+    """Finds which run lives in `out_dir` and `folder` (its snapshots), or mints a new one; the next generation.
+
+    Writes nothing. Raises ValueError where the two belong to different runs, OSError where they cannot be read.
+    """
+    records = [record for record in map(_read_record, (out_dir / "run.json", folder / "run.json")) if record]
+    manifests = read_manifests(folder)
+    ids = {record["run_id"] for record in records} or {manifest.facts["run_id"] for manifest in manifests}
+    if len(ids) > 1:
+        raise ValueError(
+            f"{out_dir} and {folder} hold different runs ({', '.join(sorted(ids))}): give another --name, or another "
+            "snapshot.uri"
+        )
+    run_id = ids.pop() if ids else secrets.token_hex(8)
+    known = [record["generation"] for record in records]
+    known += [manifest.facts["generation"] for manifest in manifests if manifest.facts["run_id"] == run_id]
+    return Run(run_id, 1 + max(known, default=0))
+
+
+def record_run(run: Run, folders: Sequence[Path], facts: Mapping[str, object]) -> None:
+    """Writes `run.json` into each of `folders`, which are made."""
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"run_id": run.run_id, "generation": run.generation, **facts}
+        storage.replace_file(folder / "run.json", [json.dumps(content, indent=1).encode()])
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): restore it, or move the folder away to start over") from error
+    if not {"run_id", "generation"} <= set(record):
+        raise ValueError(f"{path} names no run: restore it, or move the folder away to start over")
+    return dict(record)
+
+
+# What may change on resume
+
+# Who, where, how often and how fast: never what is computed.
+_OPERATIONAL = (
+    "name",
+    "out_dir",
+    "device",
+    "compile",
+    "model.preset",  # the shape it stands for is compared
+    "model.activation_checkpointing",
+    "data.path",  # the fingerprint of what it holds is compared
+    "train.eval_interval",
+    "train.eval_sequences",
+    "train.sample_interval",
+    "train.num_threads",
+    "snapshot.",
+    "elastic.",
+    "log.",
+)
+# The position counts in these, or the state has their shape, or the samples are cut from them.
+_FIXED = (
+    "seed",
+    "train.global_batch_size",
+    "model.n_layer",
+    "model.n_head",
+    "model.n_embd",
+    "model.block_size",
+    "model.bias",
+    "data.tokenizer",
+    "data.fingerprint",
+)
+# With exact reduction the bits depend on these too.
+_FIXED_IF_EXACT = ("train.micro_batch_size", "train.num_threads", "dtype")
+
+
+def changes_on_resume(saved: Mapping[str, Any], now: Mapping[str, Any], resume: str) -> dict[str, tuple[Any, Any]]:
+    """The settings (flat, by dotted name) that differ from the run's, each as (then, now), if all may differ.
+
+    Raises ValueError, one line for all of them, for settings that never may change under a run, and for settings of the
+    training unless `resume` is `must`.
+    """
+    changed = {key: (saved.get(key), now.get(key)) for key in {**saved, **now} if saved.get(key) != now.get(key)}
+    exact = "exact" in (saved.get("train.reduction"), now.get("train.reduction"))
+    fixed = _FIXED + _FIXED_IF_EXACT * exact
+    never = {key: values for key, values in changed.items() if key in fixed}
+    if never:
+        raise ValueError(
+            f"{_told(never)}: this cannot change under a run; go back to the old value, or start another run with "
+            "--name=NEW"
+        )
+    training = {}
+    for key, (then, value) in changed.items():
+        longer = key in ("train.max_steps", "train.max_epochs") and (value or 0) > (then or 0)
+        if not longer and not key.startswith(_OPERATIONAL):
+            training[key] = (then, value)
+    if training and resume != "must":
+        raise ValueError(
+            f"{_told(training)}: start another run with --name=NEW, or go on with the change by --snapshot.resume=must"
+        )
+    return {key: values for key, values in changed.items() if key in training or key.startswith("train.max_")}
+
+
+def _told(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key} was {then} in this run and is {now} now" for key, (then, now) in sorted(changes.items()))
+
+
+# For everyone who only reads
+
+
+def find_image(uri: str) -> tuple[str, Image]:
+    """The image at `uri`: an image file (local or remote), a snapshot folder, or a run's folder; and where it lies.
+
+    In a folder the newest valid one of the newest run. Raises FileNotFoundError, OSError, ValueError.
+    """
+    if storage.is_remote(uri):
+        return uri, decode(torch.frombuffer(bytearray(storage.read_bytes(uri)), dtype=torch.uint8), uri)
+    path = storage.local_path(uri)
+    if path.is_dir():
+        folder = path / "snapshots" if (path / "snapshots").is_dir() else path
+        found = newest_valid(read_manifests(folder), folder)
+        if found is None:
+            raise FileNotFoundError(f"no snapshot is in {folder}: name a run's folder, a snapshot folder or a file")
+        return str(found[0].image_path), found[1]
+    if path.suffix == ".json":
+        path = path.with_suffix(".safetensors")
+    if not path.exists():
+        raise FileNotFoundError(f"there is no snapshot {path}: name a run's folder, a snapshot folder or a file")
+    beside = [manifest for manifest in read_manifests(path.parent) if manifest.image_path == path]
+    return str(path), _read_verified(beside[0]) if beside else read_image(path)
+
+
+def load_snapshot(uri: str, device: str = "cpu") -> tuple[GPT, Tokenizer, dict[str, Any]]:
+    """A GPT in evaluation mode on `device`, its tokenizer, and the image's metadata (step, val_loss, config ...).
+
+    Needs nothing but the image. Raises as `find_image` does, and ValueError where the model is not a GPT of ours.
+    """
+    source, image = find_image(uri)
+    if image.metadata.get("model") is None or image.metadata.get("tokenizer") is None:
+        raise ValueError(f"{source} holds the user's own model: load its tensors with any safetensors reader")
+    model = GPT(GPTConfig(**image.metadata["model"]))
+    load_weights(model, image, source)
+    return model.to(device).eval(), tokenizer_from_dict(image.metadata["tokenizer"]), image.metadata
+
+
+def load_weights(model: torch.nn.Module, image: Image, source: str) -> None:
+    """Copies the image's weights into `model`; ValueError names what is missing, left over or of another shape."""
+    live = model_tensors(model)
+    saved = {name.removeprefix("model."): t for name, t in image.tensors.items() if name.startswith("model.")}
+    differing = sorted(
+        f"{name} {list(saved[name].shape) if name in saved else 'missing'} instead of "
+        f"{list(live[name].shape) if name in live else 'nothing'}"
+        for name in {**live, **saved}
+        if name not in live or name not in saved or live[name].shape != saved[name].shape
+    )
+    if differing:
+        raise ValueError(f"the weights of {source} do not fit this model: {'; '.join(differing[:3])} ...")
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(saved[name])
+
+
+def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The model's live parameters and persistent buffers by name, a tied one once, under its first name."""
+    parameters = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    names = [name for name in model.state_dict() if name in parameters or name in buffers]
+    return {name: parameters[name] if name in parameters else buffers[name] for name in names}

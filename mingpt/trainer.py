@@ -1,0 +1,454 @@
+"""The loop: one step in execution order, and when to log, evaluate, sample, save and stop.
+
+    trainer = Trainer(model, train_tokens, val_tokens, block_size=64, max_steps=500)
+    trainer.fit()
+
+`model` is any module whose `model(idx, targets)` returns `(anything, mean loss)`. Under torchrun every rank runs the
+same lines (after `distributed.connect`), and the number of ranks changes nothing but the speed.
+"""
+
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt import distributed
+from mingpt.data import Batches, Grid, Tokens, Validation, mix, share
+from mingpt.distributed import Control, World
+from mingpt.elastic import StopSignals
+from mingpt.image import Image, encode, restore_rng, rng_tensors
+from mingpt.metrics import Metrics, duration
+from mingpt.optim import learning_rate_at, make_optimizer, optimizer_tensors
+from mingpt.reduction import ExactReduction, FastReduction
+from mingpt.snapshot import Manifest, Snapshots, model_tensors
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains `model` on `train_tokens` (1-D, token ids) and knows how to go on where an image left off.
+
+    Settings are those of the config sections `optim`, `train`, `snapshot` and `log`, by the same names; intervals are
+    in optimizer steps. `snapshots` (None: nothing is saved) and `metrics` belong to rank 0. `sample` returns a text to
+    show, `description` is kept in every image. After `fit`, `step`, `val_loss` and `stopped` tell how it ended.
+
+    Raises ValueError for settings that contradict each other or the data.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_tokens: Tokens,
+        val_tokens: Tokens | None = None,
+        *,
+        block_size: int,
+        max_steps: int = 1000,
+        global_batch_size: int = 32,
+        micro_batch_size: int = 8,
+        seed: int = 1337,
+        reduction: str = "fast",
+        learning_rate: float = 1e-3,
+        min_lr: float = 1e-4,
+        warmup_steps: int = 100,
+        schedule: str = "cosine",
+        decay_fraction: float = 0.2,
+        weight_decay: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        grad_clip: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        compile: bool = False,
+        eval_interval: int = 250,
+        eval_sequences: int = 0,
+        sample_interval: int = 0,
+        log_interval: int = 10,
+        save_interval: int = 250,
+        save_interval_seconds: float = 0.0,
+        world: World | None = None,
+        generation: int = 1,
+        snapshots: Snapshots | None = None,
+        metrics: Metrics | None = None,
+        sample: Callable[[], str] | None = None,
+        description: Mapping[str, object] | None = None,
+    ) -> None:
+        if global_batch_size % micro_batch_size:
+            raise ValueError(f"train.micro_batch_size={micro_batch_size} does not divide {global_batch_size=}")
+        self.world = world or distributed.locate()
+        self.model = model.to(self.world.device)
+        self.grid = Grid(len(train_tokens), block_size, global_batch_size, micro_batch_size, seed)
+        self.share = share(self.world.rank, self.world.world_size, self.grid.cells)
+        self.batches = Batches(train_tokens, self.grid, self.world.device)
+        self.validation = None
+        if val_tokens is not None and len(val_tokens):
+            self.validation = Validation(val_tokens, block_size, micro_batch_size, eval_sequences)
+        self.optimizer = make_optimizer(
+            self.model, learning_rate=learning_rate, weight_decay=weight_decay, beta1=beta1, beta2=beta2
+        )
+        self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=dtype == torch.float16)
+        self.reduction = self._make_reduction(reduction)
+        self.metrics = metrics or Metrics()
+        self.snapshots = snapshots
+        self.max_steps = max_steps
+
+        self._seed = seed
+        self._dtype = dtype
+        self._compile = compile
+        self._grad_clip = grad_clip or math.inf
+        self._schedule: dict[str, Any] = {
+            "schedule": schedule,
+            "learning_rate": learning_rate,
+            "min_lr": min_lr,
+            "warmup_steps": warmup_steps,
+            "max_steps": max_steps,
+            "decay_fraction": decay_fraction,
+        }
+        self._eval_interval = eval_interval
+        self._sample_interval = sample_interval
+        self._log_interval = log_interval
+        self._save_interval = save_interval
+        self._save_interval_seconds = save_interval_seconds
+        self._generation = generation
+        self._sample = sample
+        self._description = dict(description or {})
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+        # The position, and what is known at it.
+        self.step = 0
+        self.val_loss: float | None = None  # of the weights at `evaluated_step`
+        self.best_val_loss: float | None = None
+        self.evaluated_step = -1
+        self.last_manifest: Manifest | None = None
+        self.stopped = False
+
+        self._control = Control(self.world, ["stop", "save", "broken"])
+        self._loss: Tensor | None = None
+        self._grad_norm = torch.zeros((), device=self.world.device)
+        # The first update whose gradient was not finite; copied to the host without waiting for the device.
+        self._broken = torch.full((), -1, device=self.world.device)
+        self._broken_seen = torch.full((), -1, pin_memory=self.world.device.type == "cuda")
+        self._buffer: Tensor | None = None  # the last image's bytes, used again for the next
+        self._saved_at = time.monotonic()
+        self._first_step = 0
+        self._replayed: dict[int, float] = {}
+
+    # The step and what is due between steps
+
+    def fit(self) -> None:
+        """Trains until `max_steps`, or until a signal asks to stop (then `stopped` is True and the state is saved).
+
+        Raises ArithmeticError where the loss or the gradient is not finite, OSError where the last snapshot fails.
+        """
+        distributed.seed_all(mix(self._seed, self.step))
+        self._warm_up()
+        self._first_step = self.step
+        self._watch = _Stopwatch(self.step)
+        try:
+            with StopSignals() as signals:
+                while self._due_before_step():
+                    self._control.start(
+                        stop=signals.wanted, save=self._is_save_overdue(), broken=int(self._broken_seen) >= 0
+                    )
+                    self._update()
+        finally:
+            self.batches.close()
+
+    def _update(self) -> None:
+        """One optimizer step, in execution order."""
+        lr = learning_rate_at(self.step, **self._schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        cells = self.batches.cells(self.step, self.share)
+        self.reduction.begin()
+        for cell, (idx, targets) in zip(self.share, cells, strict=True):
+            distributed.seed_all(mix(self._seed, self.step, cell))  # dropout does not know who runs it
+            with self.reduction.cell(last=cell == self.share[-1]):
+                with self._autocast():
+                    _, loss = self.reduction.module(idx, targets)
+                self.scaler.scale(loss * self.reduction.weight).backward()
+            self.reduction.add(loss)
+        self._loss = self.reduction.finish(with_loss=self._is_log_due(self.step + 1))
+        self.scaler.unscale_(self.optimizer)
+        self._grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._grad_clip)
+        self._guard()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        distributed.seed_all(mix(self._seed, self.step))  # whoever draws now draws the same on every rank
+        self.step += 1
+
+    def _due_before_step(self) -> bool:
+        """Does what is due at `step`; False when the training ends here. In this order a kill anywhere is harmless."""
+        flags = self._control.read()
+        if flags["broken"]:
+            self._report_broken()
+        self.stopped = flags["stop"] > 0
+        end = self.step >= self.max_steps
+        if self.step > self._first_step and self._is_log_due(self.step):
+            self._log()
+        with self._watch.paused():
+            improved = False
+            if self.validation and (end or self._is_eval_due()) and not self.stopped:
+                improved = self._evaluate()
+            if self._sample and (end or self._is_due(self._sample_interval, self.step)) and not self.stopped:
+                self._show_sample()
+            if end or self.stopped or improved or flags["save"] or self._is_due(self._save_interval, self.step):
+                self._save(last=end or self.stopped)
+        return not (end or self.stopped)
+
+    @staticmethod
+    def _is_due(interval: int, step: int) -> bool:
+        return interval > 0 and step > 0 and step % interval == 0
+
+    def _is_log_due(self, step: int) -> bool:
+        return self._is_due(self._log_interval, step) or step == self.max_steps
+
+    def _is_eval_due(self) -> bool:
+        return self._eval_interval > 0 and self.step % self._eval_interval == 0  # before the first step too
+
+    def _is_save_overdue(self) -> bool:
+        seconds = self._save_interval_seconds
+        return self.world.is_main and seconds > 0 and time.monotonic() - self._saved_at > seconds
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.world.device.type, self._dtype, enabled=self._dtype != torch.float32)
+
+    def _guard(self) -> None:
+        """Lets an update with a non-finite gradient change nothing, without waiting for the device to know of it.
+
+        A GradScaler does this itself, and for it such updates are normal.
+        """
+        if self.scaler.is_enabled():
+            return
+        bad = ~torch.isfinite(self._grad_norm)
+        self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # the fused kernels skip where it is 1
+        self._broken = torch.where(bad & (self._broken < 0), self.step, self._broken)
+        self._broken_seen.copy_(self._broken, non_blocking=True)
+
+    def _report_broken(self) -> None:
+        update, batch = int(self._broken), self.grid.global_batch_size
+        kept = f"the last snapshot is {self.last_manifest.image_path}" if self.last_manifest else "there is no snapshot"
+        raise ArithmeticError(
+            f"the gradient of update {update} (samples {update * batch} to {(update + 1) * batch - 1}) is not finite, "
+            f"in {self.reduction.blame()}; {kept}; lower optim.learning_rate, or look at these samples"
+        )
+
+    # Starting
+
+    def _make_reduction(self, reduction: str) -> FastReduction | ExactReduction:
+        if reduction == "exact":
+            return ExactReduction(self.model, self.world, self.grid.cells)
+        if reduction != "fast":
+            raise ValueError(f"train.reduction={reduction!r} is none of fast, exact")
+        idle = not self.share
+        if idle:
+            self.share = range(1)  # DDP needs a backward of every rank; its gradient counts as zero
+        return FastReduction(self.model, self.world, self.grid.cells, idle)
+
+    def _warm_up(self) -> None:
+        """Compiles, where asked to, by one cell without collectives; all ranks fall back if one cannot."""
+        if not self._compile:
+            return
+        log.info("compiling the model: the first cell takes up to some minutes")
+        self.model.compile()  # in place, so that names stay clean
+        failed = torch.zeros(1, dtype=torch.int64)
+        try:
+            idx, targets = self.batches.cells(self.step, range(1))[0]
+            with self.reduction.cell(last=self.world.world_size == 1), self._autocast():
+                _, loss = self.reduction.module(idx, targets)
+                loss.backward()
+        except Exception as error:  # noqa: BLE001  the compiler's own kinds are many and private
+            failed += 1
+            reason = (str(error).strip().splitlines() or [""])[0]
+            log.warning("compile=true does not work here (%s: %s)", type(error).__name__, reason[:200])
+        self.reduction.begin()
+        distributed.all_reduce_sum(failed, self.world)
+        if int(failed):
+            log.warning("going on without compiling, on every rank")
+            self.model._compiled_call_impl = None
+        distributed.seed_all(mix(self._seed, self.step))
+
+    # What is due
+
+    def _log(self) -> None:
+        if not self.world.is_main:
+            return
+        assert self._loss is not None, "it is summed in every step whose row is due"
+        loss, norm = float(self._loss), float(self._grad_norm)
+        lr = learning_rate_at(self.step - 1, **self._schedule)  # of the update that this row is about
+        steps, seconds = self._watch.lap(self.step)
+        rate = steps * self.grid.tokens_per_step / seconds
+        left = (self.max_steps - self.step) * seconds / steps
+        log.info(
+            "step %*d/%d  loss %.4f  lr %.2e  norm %.2f  %9s tokens/s  left %s",
+            len(str(self.max_steps)), self.step, self.max_steps, loss, lr, norm, f"{rate:,.0f}", duration(left),
+        )  # fmt: skip
+        self.metrics.row(
+            self.step,
+            {
+                "train/loss": loss,
+                "train/lr": lr,
+                "train/grad_norm": norm,
+                "perf/tokens_per_second": rate,
+                "perf/step_seconds": seconds / steps,
+                "data/samples_seen": self.grid.samples_seen(self.step),
+                "data/epoch": self.grid.epoch(self.step),
+                "elastic/world_size": self.world.world_size,
+                "elastic/generation": self._generation,
+            },
+        )
+        before = self._replayed.get(self.step)
+        if before is not None and before != loss and isinstance(self.reduction, ExactReduction):
+            log.warning("step %d is not what it was before the restart: loss %r, then %r", self.step, before, loss)
+
+    def _evaluate(self) -> bool:
+        """Evaluates the weights at `step`, once; whether they are the best so far."""
+        if self.evaluated_step == self.step:
+            return False
+        self.val_loss, self.evaluated_step = self.evaluate(), self.step
+        improved = self.best_val_loss is None or self.val_loss < self.best_val_loss
+        if improved:
+            self.best_val_loss = self.val_loss
+        log.info("step %d  val loss %.4f%s", self.step, self.val_loss, "  (best so far)" if improved else "")
+        self.metrics.row(self.step, {"val/loss": self.val_loss})
+        return improved and self.step > 0
+
+    @torch.inference_mode()
+    def evaluate(self) -> float:
+        """The mean loss over every validation token: the same at any world size, and each time it is asked for."""
+        assert self.validation is not None
+        was_training = self.model.training
+        self.model.eval()
+        sums = torch.zeros(2, len(self.validation), dtype=torch.float64, device=self.world.device)  # loss, targets
+        for i in share(self.world.rank, self.world.world_size, len(self.validation)):
+            idx, targets = self.validation.cell(i, self.world.device)
+            with self._autocast():
+                _, loss = self.model(idx, targets)
+            sums[0, i], sums[1, i] = loss.double() * targets.numel(), targets.numel()
+        self.model.train(was_training)
+        distributed.all_reduce_sum(sums, self.world)
+        losses, targets_seen = sums.tolist()
+        return float(
+            math.fsum(losses) / sum(targets_seen)
+        )  # fsum has no order: the same bits, whoever computed which cell
+
+    def _show_sample(self) -> None:
+        if self.world.is_main and self._sample:
+            text = self._sample()
+            log.info("--- sample at step %d ---\n%s\n---", self.step, text)
+            self.metrics.event("sample", self.step, text=text)
+
+    # The state, out and in
+
+    def _save(self, last: bool) -> None:
+        """Saves at `step`, on rank 0. A failure is told at once and made up at the next chance; the last one raises."""
+        if int(self._broken) >= 0:  # the one wait for the device: no snapshot hides a broken update
+            self._report_broken()
+        self._saved_at = time.monotonic()
+        saved = self.last_manifest is not None and self.last_manifest.facts["step"] == self.step
+        if self.snapshots is None or saved:
+            return
+        started = time.monotonic()
+        metadata = self._metadata()
+        self._buffer = encode(self._tensors(), metadata, self._buffer)
+        facts = {key: metadata[key] for key in ("val_loss", "world_size", "fingerprints", "config")}
+        try:
+            self.last_manifest = self.snapshots.save(
+                self._buffer, step=self.step, generation=self._generation, facts=facts
+            )
+        except OSError as error:
+            if last:
+                raise OSError(f"the snapshot of step {self.step} cannot be saved: {error}") from error
+            log.warning("the snapshot of step %d is not saved: %s; trying again when the next is due", self.step, error)
+            return
+        log.info("saved %s in %.1f s", self.last_manifest.image_path, time.monotonic() - started)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            **{f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()},
+            **{f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(self.model, self.optimizer).items()},
+            **rng_tensors(self.world.device),
+        }
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "config": {},
+            "fingerprints": {},
+            **self._description,
+            "step": self.step,
+            "samples_seen": self.grid.samples_seen(self.step),
+            "generation": self._generation,
+            "world_size": self.world.world_size,
+            "val_loss": self.val_loss if self.evaluated_step == self.step else None,
+            "best_val_loss": self.best_val_loss,
+            "evaluated_step": self.evaluated_step,
+            "scaler": self.scaler.state_dict(),
+            "torch": torch.__version__,
+        }
+
+    @torch.no_grad()
+    def restore(
+        self, image: Image | None, manifest: Manifest | None = None, replayed: Mapping[int, float] | None = None
+    ) -> None:
+        """Brings every rank to the state of rank 0's `image`, or, where that is None, to rank 0's fresh state.
+
+        `replayed` are losses by step that were logged before a restart: exact mode must see them again.
+        Raises ValueError, on every rank, where the image's tensors are not this trainer's.
+        """
+        live = self._tensors()
+        state = distributed.decide(self.world, lambda: self._position_in(image, live))
+        for name, tensor in live.items():
+            if image is not None and name in image.tensors:
+                tensor.copy_(image.tensors[name])
+            distributed.broadcast(tensor, self.world)  # tensor by tensor: no rank holds a second copy of the state
+        restore_rng(live, self.world.device)
+        if state is not None:
+            self.step, self.evaluated_step = state["step"], state["evaluated_step"]
+            self.val_loss, self.best_val_loss = state["val_loss"], state["best_val_loss"]
+            if state["scaler"] and self.scaler.is_enabled():
+                self.scaler.load_state_dict(state["scaler"])
+        self.last_manifest = manifest
+        self._replayed = dict(replayed or {})
+
+    @staticmethod
+    def _position_in(image: Image | None, live: Mapping[str, Tensor]) -> dict[str, Any] | None:
+        if image is None:
+            return None
+        theirs = {name: list(t.shape) for name, t in image.tensors.items() if not name.startswith("rng.")}
+        ours = {name: list(t.shape) for name, t in live.items() if not name.startswith("rng.")}
+        strange = sorted(name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name))
+        if strange:
+            raise ValueError(f"the snapshot does not fit this model and optimizer: {', '.join(strange[:3])} ... differ")
+        keys = ("step", "evaluated_step", "val_loss", "best_val_loss", "scaler")
+        return {key: image.metadata[key] for key in keys}
+
+    def close(self) -> None:
+        """Drops DDP before the process group goes: alive at exit, gloo's threads abort the interpreter."""
+        del self.reduction
+        gc.collect()
+
+
+class _Stopwatch:
+    """The seconds of training between two rows, without evaluation, sampling and saving."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._since = time.perf_counter()
+
+    def lap(self, step: int) -> tuple[int, float]:
+        """Steps and seconds since the last lap."""
+        now = time.perf_counter()
+        steps, seconds = step - self._step, now - self._since
+        self._step, self._since = step, now
+        return steps, seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in here does not count."""
+        started = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - started

@@ -1,0 +1,380 @@
+"""The model is GPT-2, sees no future, and its padding, cache and checkpointing change nothing."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mingpt.model import GPT, PRESETS, Cache, GPTConfig, check_causal, sample_token
+
+VOCAB, BLOCK = 61, 16  # 61 is padded to 64
+
+
+def tiny(**changes: Any) -> GPT:
+    shape: dict[str, Any] = {"vocab_size": VOCAB, "block_size": BLOCK, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    torch.manual_seed(1)
+    return GPT(GPTConfig(**(shape | changes)))
+
+
+def spread(model: GPT) -> GPT:
+    """Weights large enough that attention and positions decide the logits: fresh ones hardly look at their context."""
+    torch.manual_seed(2)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.8)
+    return model.eval()
+
+
+def random_ids(B: int, T: int, vocab_size: int = VOCAB) -> Tensor:
+    return torch.randint(vocab_size, (B, T), generator=torch.Generator().manual_seed(B + T))
+
+
+def logits_of(model: GPT, idx: Tensor) -> Tensor:
+    logits, loss = model(idx)
+    assert loss is None
+    return logits
+
+
+def tokens(generated: Iterator[Tensor]) -> Tensor:
+    """(B, made) of what `generate` yields."""
+    return torch.stack(list(generated), dim=1)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# what it computes
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_no_token_sees_a_later_one(bias: bool) -> None:
+    model = spread(tiny(bias=bias))
+    for T in (2, BLOCK):
+        idx = random_ids(3, T)
+        changed = idx.clone()
+        changed[:, -1] = (idx[:, -1] + 1) % VOCAB
+        before, after = logits_of(model, idx), logits_of(model, changed)
+        assert torch.equal(before[:, :-1], after[:, :-1])
+        assert not torch.equal(before[:, -1], after[:, -1])
+
+
+def test_check_causal_refuses_a_model_that_sees_the_future() -> None:
+    class Leaky(nn.Module):
+        def __init__(self, model: GPT) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, idx: Tensor) -> tuple[Tensor, None]:
+            logits = logits_of(self.model, idx).clone()
+            logits[:, 3] += 1e-3 * idx[:, -1:]  # one early position knows a little of the last token
+            return logits, None
+
+    model = tiny(dropout=0.5).train()
+    state = torch.get_rng_state()
+    check_causal(model, VOCAB, BLOCK, "cpu")
+    assert model.training and torch.equal(state, torch.get_rng_state())
+    with pytest.raises(ValueError, match="not causal: token 15 changes the logits at position 3"):
+        check_causal(Leaky(model), VOCAB, BLOCK, "cpu")
+
+
+def test_logits_and_loss_equal_those_of_transformers_gpt2() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = spread(tiny())
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=VOCAB, n_positions=BLOCK, n_embd=32, n_layer=2, n_head=2)
+    ).eval()
+    weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
+    for name, weight in weights.items():
+        if name.endswith("wte.weight"):
+            weights[name] = weight[:VOCAB]
+        elif weight.dim() == 2 and not name.endswith("wpe.weight"):
+            weights[name] = weight.T
+    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    assert missing == ["lm_head.weight"] and unexpected == []  # the tied one
+
+    idx = random_ids(3, BLOCK)
+    with torch.no_grad():
+        output = theirs(idx, labels=idx)  # shifts the labels itself
+    logits = logits_of(model, idx)
+    assert logits.std() > 1  # else the tolerance below would forgive anything
+    torch.testing.assert_close(logits, output.logits, atol=1e-5, rtol=1e-5)
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
+    torch.testing.assert_close(loss, output.loss, atol=1e-5, rtol=1e-5)
+
+
+def test_the_loss_is_the_mean_over_all_targets() -> None:
+    model = spread(tiny())
+    idx, targets = random_ids(3, BLOCK), random_ids(3, BLOCK).flip(1)
+    logits, loss = model(idx, targets)
+    assert logits is None
+    by_hand = -logits_of(model, idx).log_softmax(dim=-1).gather(2, targets.unsqueeze(2)).mean()
+    torch.testing.assert_close(loss, by_hand)
+
+
+def test_first_loss_is_that_of_a_uniform_guess() -> None:
+    idx = random_ids(4, BLOCK)
+    loss = tiny()(idx, idx.roll(-1, 1))[1]
+    assert abs(loss.item() - math.log(VOCAB)) < 0.05
+
+
+def test_initialisation_is_gpt2s() -> None:
+    model = tiny(n_layer=8, n_embd=128)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            std = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02  # 4 = sqrt(2 * 8 layers)
+            assert parameter.std().item() == pytest.approx(std, rel=0.1), name
+        else:
+            value = 1 if "ln_" in name and name.endswith("weight") else 0
+            assert (parameter == value).all(), name
+
+
+def test_loss_is_float32_under_autocast() -> None:
+    model = tiny()
+    idx = random_ids(2, BLOCK)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert logits_of(model, idx).dtype == torch.bfloat16  # else this test shows nothing
+        loss = model(idx, idx)[1]
+        assert loss.dtype == torch.float32
+        tokens(model.generate(idx, 2 * BLOCK))  # the cache takes the keys as they come
+    assert loss.item() == pytest.approx(model(idx, idx)[1].item(), rel=1e-2)
+    assert model.bfloat16()(idx, idx)[1].dtype == torch.float32
+
+
+def test_checkpointing_changes_no_bit_of_the_gradients() -> None:
+    gradients = []
+    for activation_checkpointing in (False, True):
+        model = tiny(dropout=0.3, activation_checkpointing=activation_checkpointing).train()
+        torch.manual_seed(5)
+        model(random_ids(3, BLOCK), random_ids(3, BLOCK))[1].backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_checkpointing_keeps_less() -> None:
+    def kept(activation_checkpointing: bool) -> int:
+        sizes: list[int] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        model = tiny(activation_checkpointing=activation_checkpointing)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(random_ids(2, BLOCK), random_ids(2, BLOCK))
+        return sum(sizes)
+
+    assert kept(True) < kept(False) / 2
+
+
+# what it counts
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200)],
+)
+def test_parameter_counts_are_the_published_ones(preset: str, count: int) -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=50257, **PRESETS[preset]))
+    assert model.num_parameters() == count
+
+
+def test_counts_by_hand() -> None:
+    L, C, T = 2, 32, BLOCK
+    weights = VOCAB * C + T * C + L * (C * 3 * C + C * C + 2 * 4 * C * C) + (2 * L + 1) * C
+    biases = L * (3 * C + C + 4 * C + C) + (2 * L + 1) * C
+    assert tiny(bias=False).num_parameters() == weights
+    assert tiny().num_parameters() == weights + biases
+    assert tiny().flops_per_token() == 6 * (weights + biases - T * C) + 12 * L * C * T
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_head": 5, "n_embd": 128}, r"model\.n_head=5 does not divide model\.n_embd=128"),
+        ({"n_head": 0}, r"model\.n_head=0"),
+        ({"n_layer": 0}, r"model\.n_layer=0"),
+        ({"vocab_size": 0}, r"model\.vocab_size=0"),
+        ({"block_size": -1}, r"model\.block_size=-1"),
+        ({"dropout": 1.0}, r"model\.dropout=1\.0"),
+        ({"dropout": float("nan")}, r"model\.dropout=nan"),
+    ],
+)
+def test_impossible_shapes_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny(**changes)
+
+
+# padding, and ids that are none
+
+
+def test_padding_gets_no_logit_no_gradient_and_is_never_drawn() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[VOCAB:] = 100 * model.lm_head.weight[:3].sign()  # would win, were it looked at
+    idx = random_ids(8, BLOCK)
+    assert logits_of(model, idx).shape == (8, BLOCK, VOCAB)
+    loss = model(idx, idx.roll(-1, 1))[1]
+    assert abs(loss.item() - math.log(VOCAB)) < 0.1
+    loss.backward()
+    gradient = model.lm_head.weight.grad
+    assert (gradient[VOCAB:] == 0).all() and (gradient[:VOCAB] != 0).any()
+    assert tokens(model.generate(idx, 3 * BLOCK, temperature=100.0)).max() < VOCAB
+    assert tokens(model.generate(idx, 3 * BLOCK, temperature=0.0)).max() < VOCAB
+
+
+@pytest.mark.parametrize("vocab_size", [1, 64, 65])
+def test_other_vocabularies(vocab_size: int) -> None:
+    model = tiny(vocab_size=vocab_size)
+    idx = random_ids(2, BLOCK, vocab_size)
+    assert logits_of(model, idx).shape[-1] == vocab_size
+    assert model(idx, idx)[1].isfinite()
+    assert tokens(model.generate(idx, 3)).max() < vocab_size
+    check_causal(model, vocab_size, BLOCK, "cpu")
+
+
+def test_ids_out_of_place_are_refused() -> None:
+    model = tiny()
+    with pytest.raises(ValueError, match="17 tokens per sequence; give 1 to block_size=16"):
+        model(random_ids(2, BLOCK + 1))
+    with pytest.raises(ValueError, match="0 tokens"):
+        model(torch.zeros(2, 0, dtype=torch.int64))
+    for wrong in (-1, VOCAB, 63, 1000):  # 61 to 63 are rows of the table, but no tokens
+        with pytest.raises(ValueError, match="vocab_size=61"):
+            model(torch.tensor([[0, wrong]]))
+        with pytest.raises(ValueError, match="vocab_size=61"):
+            model.generate(torch.tensor([[0, wrong]]), 1)
+
+
+# what it writes
+
+
+def greedy_without_cache(model: GPT, idx: Tensor, count: int) -> Tensor:
+    for _ in range(count):
+        last = logits_of(model, idx[:, -BLOCK:])[:, -1]
+        idx = torch.cat((idx, last.argmax(dim=-1, keepdim=True)), dim=1)
+    return idx[:, -count:]
+
+
+@pytest.mark.parametrize("length", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 10 * BLOCK])
+@torch.no_grad()
+def test_the_cache_changes_no_token(length: int) -> None:
+    model, idx = spread(tiny()), random_ids(3, length)
+    made = tokens(model.generate(idx, 2 * BLOCK + 3, temperature=0.0))
+    assert torch.equal(made, greedy_without_cache(model, idx, 2 * BLOCK + 3))
+    assert len(made.unique()) > 6  # a model that repeats itself would prove little
+
+
+def test_the_cache_saves_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, widths = spread(tiny()), []
+    forward: Callable[..., Tensor] = model.transformer.forward
+
+    def counting(idx: Tensor, caches: list[Cache] | None = None) -> Tensor:
+        widths.append(idx.size(1))
+        return forward(idx, caches)
+
+    monkeypatch.setattr(model.transformer, "forward", counting)
+    tokens(model.generate(random_ids(1, BLOCK - 3), 6))
+    assert widths == [BLOCK - 3, 1, 1, 1, BLOCK, BLOCK]  # position 16 is outside the block: the window slides
+
+
+def test_tokens_come_one_by_one() -> None:
+    made = tiny().generate(random_ids(2, 3), 10**12)
+    first = next(made)
+    assert first.shape == (2,) and first.dtype == torch.int64
+    assert list(tiny().generate(random_ids(2, 3), 0)) == []
+
+
+def test_a_seed_repeats_a_sample() -> None:
+    model, idx = spread(tiny()), random_ids(2, 4)
+    state = torch.get_rng_state()
+    once, again, other = (tokens(model.generate(idx, 30, generator=seeded(seed))) for seed in (1, 1, 2))
+    assert torch.equal(once, again) and not torch.equal(once, other)
+    assert torch.equal(state, torch.get_rng_state())  # the run's own random numbers are not touched
+
+
+@pytest.mark.parametrize(
+    "settings", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-9}, {"temperature": 1e-320}, {"temperature": 0.0}]
+)
+def test_all_ways_to_take_the_likeliest_agree(settings: dict[str, Any]) -> None:
+    model, idx = spread(tiny()), random_ids(3, 4)
+    made = tokens(model.generate(idx, 30, **settings))
+    assert torch.equal(made, greedy_without_cache(model, idx, 30))
+
+
+def test_draws_follow_the_probabilities() -> None:
+    probabilities = torch.tensor([0.05, 0.5, 0.15, 0.3])
+    logits = probabilities.log().expand(20_000, 4)
+
+    def shares(**settings: Any) -> list[float]:
+        ids = sample_token(logits, generator=seeded(3), **({"temperature": 1.0} | settings))
+        return (ids.bincount(minlength=4) / len(ids)).tolist()
+
+    def near(expected: list[float]) -> Any:
+        return pytest.approx(expected, abs=0.015)
+
+    squares = probabilities**2 / (probabilities**2).sum()
+    assert shares() == near([0.05, 0.5, 0.15, 0.3])
+    assert shares(temperature=0.5) == near(squares.tolist())
+    assert shares(top_k=2) == near([0, 0.625, 0, 0.375])
+    assert shares(top_k=2)[0] == shares(top_k=2)[2] == 0
+    assert shares(top_k=100) == shares(top_p=1.0) == shares()
+    assert shares(top_p=0.6) == near([0, 0.625, 0, 0.375])  # the one that crosses 0.6 still belongs to it
+    assert shares(top_p=0.45)[1] == 1
+    assert shares(top_k=3, top_p=0.8) == near([0, 0.625, 0, 0.375])  # top_p of what top_k left: 0.53 + 0.32 >= 0.8
+
+
+def test_of_equal_logits_the_first_wins() -> None:
+    ties = torch.zeros(4, 5000)
+    assert sample_token(ties, 0.0).tolist() == sample_token(ties, 1.0, top_k=1).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": math.inf},
+        {"top_k": 0},
+        {"top_k": -3},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+        {"max_new_tokens": -1},
+        {"idx": torch.zeros(1, 0, dtype=torch.int64)},
+    ],
+)
+def test_settings_out_of_range_are_refused_at_the_call(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        tiny().generate(**({"idx": random_ids(1, 2), "max_new_tokens": 5} | settings))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_damaged_weights_are_reported(temperature: float) -> None:
+    for damage in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ValueError, match="logits are not finite"):
+            sample_token(torch.tensor([[0.0, 1.0], [damage, 1.0]]), temperature)
+    model = tiny().train()
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight[0, 0] = math.nan
+    made = model.generate(random_ids(1, 2), 5, temperature=temperature)
+    with pytest.raises(ValueError, match="logits are not finite"):
+        next(made)
+    assert model.training
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generation_has_no_dropout_and_leaves_the_mode_alone(training: bool) -> None:
+    plain, model = spread(tiny()), spread(tiny(dropout=0.5))
+    model.train(training)
+    idx = random_ids(2, 3)
+    made = model.generate(idx, 30, temperature=0.0)
+    first = next(made)
+    assert model.training == training  # though this reader never comes to the end
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.stack([first, *made], dim=1), greedy_without_cache(plain, idx, 30))
+    assert model.training == training

@@ -1,0 +1,264 @@
+"""Sampling from a true image: what reaches stdout, what is refused, and how the command ends."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mingpt import sample
+from mingpt.image import encode
+from mingpt.model import GPT, GPTConfig
+from mingpt.snapshot import Snapshots, model_tensors
+from mingpt.tokenizer import CharTokenizer
+
+ROOT = Path(__file__).parent.parent
+CHARS = "\t\n !?abcdefé"  # a newline that is not the first
+BLOCK = 16
+
+
+def make_image(chars: str = CHARS, damage: float = 0.0, val_loss: float | None = 1.25) -> torch.Tensor:
+    tokenizer = CharTokenizer("".join(sorted(chars)))
+    config = GPTConfig(tokenizer.vocab_size, block_size=BLOCK, n_layer=1, n_head=2, n_embd=16)
+    torch.manual_seed(3)
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter)
+        model.transformer.ln_f.bias[0] += damage
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
+    return encode(tensors, {
+        "model": asdict(config), "tokenizer": tokenizer.to_dict(), "step": 70, "run_id": "r", "val_loss": val_loss,
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sample") / "image.safetensors"
+    path.write_bytes(make_image().numpy().tobytes())
+    return path
+
+
+Outcome = tuple[int, str, str]
+
+
+@pytest.fixture
+def run(image: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Runs the command on the image: exit code, stdout, stderr."""
+
+    def call(*options: str, snapshot: Path = image) -> Outcome:
+        try:
+            code = sample.main([str(snapshot), "--device=cpu", *options])
+        except SystemExit as leaving:  # argparse
+            code = int(leaving.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+# what is written
+
+
+def test_stdout_is_prompt_and_continuation_and_stderr_tells_the_rest(run: Callable[..., Outcome], image: Path) -> None:
+    code, out, err = run("--prompt=abé", "--max-new-tokens=60")
+    assert code == 0
+    assert out.startswith("abé") and out.endswith("\n") and len(out) == 3 + 60 + 1
+    assert set(out) <= set(CHARS)
+    assert err == f"{image}: step 70, val loss 1.2500, 3,760 parameters, on cpu\n"
+
+
+def test_a_seed_is_a_text_and_sample_k_does_not_depend_on_their_number(run: Callable[..., Outcome]) -> None:
+    ask = ("--prompt=ab", "--max-new-tokens=40", "--seed=7")
+    _, one, _ = run(*ask)
+    _, three, _ = run(*ask, "--num-samples=3")
+    first, rest = three.split("--- sample 2 of 3 ---\n")
+    second, third = rest.split("--- sample 3 of 3 ---\n")
+    assert one == first
+    assert len({first, second, third}) == 3 and all(text.startswith("ab") for text in (first, second, third))
+    assert run(*ask, "--num-samples=3")[1] == three
+    assert run(*ask[:2], "--seed=8")[1] != one
+    assert run(*ask[:2], f"--seed={-(10**30)}")[0] == 0
+
+
+def test_seeds_are_pinned() -> None:
+    assert sample.derived_seed(1337, 1) == 8590846840486349296
+
+
+def test_tokens_are_shown_as_they_are_made(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[bytes] = []
+    screen = io.BytesIO()
+
+    def watched(self: GPT, *args: Any, **settings: Any) -> Iterator[torch.Tensor]:
+        for token in range(2, 5):
+            shown.append(screen.getvalue())
+            yield torch.tensor([token])
+
+    monkeypatch.setattr(GPT, "generate", watched)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="utf-8"))  # keeps what is not flushed
+    assert sample.main([str(image), "--prompt=ab", "--device=cpu"]) == 0
+    assert [*shown, screen.getvalue()] == [b"ab", b"ab ", b"ab !", b"ab !?\n"]
+
+
+def test_the_settings_reach_the_model(run: Callable[..., Outcome]) -> None:
+    ask = ("--prompt=ab", "--max-new-tokens=40")
+    _, greedy, _ = run(*ask, "--temperature=0")
+    for option in ("--temperature=1e-9", "--top-k=1", "--top-p=1e-9"):
+        assert run(*ask, option, "--seed=3")[1] == greedy
+    assert run(*ask, "--top-k=1000", "--seed=3")[1] == run(*ask, "--seed=3")[1] != greedy
+    assert run(*ask[:1], "--max-new-tokens=0")[1] == "ab\n"
+
+
+# prompts
+
+
+def test_an_empty_prompt_starts_after_a_newline_or_the_first_token(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    ask = ("--max-new-tokens=30", "--temperature=0")
+    code, out, _ = run(*ask)
+    assert code == 0 and "\n" + out == run(*ask, "--prompt=\n")[1]
+    empty = tmp_path / "empty"
+    empty.touch()
+    assert run(*ask, f"--prompt-file={empty}")[1] == out
+
+    without = tmp_path / "without.safetensors"
+    without.write_bytes(make_image("xyz").numpy().tobytes())
+    assert "x" + run(*ask, snapshot=without)[1] == run(*ask, "--prompt=x", snapshot=without)[1]
+
+
+@pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 10 * BLOCK])
+def test_of_a_long_prompt_the_last_block_counts(run: Callable[..., Outcome], length: int) -> None:
+    prompt = ("abcdef é!" * length)[:length]
+    code, out, err = run(f"--prompt={prompt}", "--max-new-tokens=40", "--num-samples=2")
+    assert code == 0 and out.startswith(prompt)
+    assert err.count("the model reads the last 16 of them") == (length > BLOCK)
+    _, short, _ = run(f"--prompt={prompt[-BLOCK:]}", "--max-new-tokens=40", "--num-samples=2")
+    assert out.replace(prompt, "") == short.replace(prompt[-BLOCK:], "")
+
+
+@pytest.mark.parametrize(
+    ("data", "prompt"),
+    [(b"ab\n", "ab\n"), (b"a\r\nb\rc", "a\nb\nc"), (b"\xef\xbb\xbfab", "ab"), ("é".encode(), "é"), (b" a  ", " a  ")],
+)
+def test_a_prompt_file_is_kept_as_it_is(run: Callable[..., Outcome], tmp_path: Path, data: bytes, prompt: str) -> None:
+    file = tmp_path / "prompt"
+    file.write_bytes(data)
+    code, out, _ = run(f"--prompt-file={file}", "--max-new-tokens=20")
+    assert code == 0 and out == run(f"--prompt={prompt}", "--max-new-tokens=20")[1]
+    assert out.startswith(prompt)
+
+
+def test_a_prompt_file_that_is_not_utf8_is_refused(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes("abé".encode("latin-1"))
+    code, out, err = run(f"--prompt-file={tmp_path / 'latin'}")
+    assert (code, out) == (2, "") and "byte 0xe9 at offset 2" in err and err.count("\n") == 1
+
+
+def test_unknown_characters_are_named_or_left_out_or_replaced(run: Callable[..., Outcome]) -> None:
+    code, out, err = run("--prompt=abX日")
+    assert (code, out) == (2, "") and err.count("\n") == 2  # the first says what was loaded
+    assert "'X' at position 2, '日' at position 3" in err and "--unknown=drop" in err
+    ask = ("--max-new-tokens=20", "--prompt=aXb日")
+    assert run(*ask, "--unknown=drop")[1] == run(ask[0], "--prompt=ab")[1]
+    assert run(*ask, "--unknown=replace")[1] == run(ask[0], "--prompt=a\nb\n")[1]
+    assert run(ask[0], "--prompt=X", "--unknown=drop")[1] == run(ask[0])[1]
+    assert run("--prompt=a\udcffb")[0] == 2  # a byte of the command line that is not UTF-8
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--temperature=-1", "--temperature=nan", "--temperature=hot", "--top-k=0", "--top-k=-1", "--top-p=0",
+     "--max-new-tokens=-1", "--num-samples=0", "--unknown=guess", "--device=cuda:99", "--device=abacus", "--temp=1"],
+)  # fmt: skip
+def test_settings_out_of_range_are_refused_by_name(run: Callable[..., Outcome], option: str) -> None:
+    code, out, err = run(option)
+    assert (code, out) == (2, "")
+    assert option.split("=")[0].removeprefix("--") in err.splitlines()[-1].replace("_", "-")
+
+
+def test_the_device_is_what_the_machine_has() -> None:
+    assert torch.empty(0, device=sample.find_device("auto")).device.type == sample.find_device("auto").split(":")[0]
+    assert sample.find_device("cpu") == "cpu"
+
+
+def test_two_prompts_are_refused(run: Callable[..., Outcome]) -> None:
+    assert run("--prompt=a", "--prompt-file=b")[0] == 2
+
+
+def test_what_is_no_snapshot_is_told_in_one_line(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no image", encoding="utf-8")
+    (tmp_path / "folder").mkdir()
+    for name, expected in {"missing": 1, "text": 2, "folder": 1}.items():
+        code, out, err = run(snapshot=tmp_path / name)
+        assert (code, out) == (expected, "") and err.count("\n") == 1 and str(tmp_path / name) in err
+    assert run(f"--prompt-file={tmp_path / 'missing'}")[0] == 1
+
+
+def test_damaged_weights_are_told_in_one_line(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(make_image(damage=float("nan"), val_loss=None).numpy().tobytes())
+    code, _, err = run(snapshot=damaged)
+    assert code == 2 and "not evaluated" in err and "not finite" in err.splitlines()[-1]
+
+
+# how it ends
+
+
+def test_a_console_gets_codes_for_what_it_cannot_show(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    assert sample.main([str(image), "--prompt=é", "--max-new-tokens=0"]) == 0
+    assert written.getvalue() == b"\\xe9\n"
+
+
+def test_a_full_disk_is_told(image: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", full)
+    assert sample.main([str(image)]) == 1
+    assert "No space left" in capsys.readouterr().err
+    full.close()  # as the interpreter does at its end; would raise, were anything left to write
+
+
+def start(image: Path, *options: str, **environment: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "mingpt.sample", str(image), "--device=cpu", *options],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_a_run_folder_and_a_prompt_from_standard_input(tmp_path: Path) -> None:
+    (tmp_path / "snapshots").mkdir()
+    Snapshots(tmp_path / "snapshots", "r").save(make_image(), step=70, generation=1, facts={})
+    process = start(tmp_path, "--prompt-file=-", "--max-new-tokens=30", PYTHONIOENCODING="ascii", LC_ALL="C")
+    out, err = process.communicate("aé\n".encode())
+    assert process.returncode == 0, err
+    assert out.startswith(b"a\\xe9\n") and out.isascii() and b"step 70" in err
+
+
+def test_a_reader_that_has_enough_is_no_failure(image: Path) -> None:
+    process = start(image, "--max-new-tokens=1000000")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait() == 0
+    assert process.stderr.read().count(b"\n") == 1  # what was loaded
+
+
+def test_ctrl_c_ends_quietly(image: Path) -> None:
+    process = start(image, "--max-new-tokens=1000000")
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130 and err.count(b"\n") == 1

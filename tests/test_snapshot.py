@@ -1,0 +1,268 @@
+"""A snapshot is whole or not there; the newest valid one is found; only what may change changes on resume."""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from mingpt import storage
+from mingpt.image import encode
+from mingpt.model import GPT, GPTConfig
+from mingpt.snapshot import (
+    Run,
+    Snapshots,
+    changes_on_resume,
+    find_image,
+    load_snapshot,
+    load_weights,
+    model_tensors,
+    open_run,
+    read_manifests,
+    record_run,
+)
+from mingpt.tokenizer import CharTokenizer
+
+CONFIG = GPTConfig(vocab_size=3, block_size=8, n_layer=1, n_head=1, n_embd=8)
+
+
+def image(step: int, run_id: str = "us", seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed + step)
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(GPT(CONFIG)).items()}
+    tokenizer = CharTokenizer("\nab").to_dict()
+    return encode(tensors, {"step": step, "run_id": run_id, "model": vars(CONFIG), "tokenizer": tokenizer})
+
+
+def save(folder: Path, *steps: int, run_id: str = "us", generation: int = 1, keep_last: int = 9) -> None:
+    for step in steps:
+        Snapshots(folder, run_id, keep_last).save(image(step, run_id), step=step, generation=generation, facts={})
+
+
+def kept(folder: Path) -> list[int]:
+    return sorted(manifest.facts["step"] for manifest in read_manifests(folder))
+
+
+def test_a_later_generation_is_newer_than_a_higher_step(tmp_path: Path) -> None:
+    save(tmp_path, 10, 50)
+    save(tmp_path, 20, generation=2)
+    found = Snapshots(tmp_path, "us").newest()
+    assert found is not None
+    assert found[0].facts["step"] == found[1].metadata["step"] == 20
+
+
+def test_the_manifest_names_the_bytes_and_is_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    replace = storage.replace_file
+    monkeypatch.setattr(storage, "replace_file", lambda path, data: (order.append(path.suffix), replace(path, data)))
+    save(tmp_path, 3)
+    assert order == [".safetensors", ".json"]
+    (manifest,) = read_manifests(tmp_path)
+    content = manifest.image_path.read_bytes()
+    assert manifest.facts["sha256"] == hashlib.sha256(content).hexdigest()
+    assert manifest.facts["size"] == len(content)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "manifest"])
+def test_a_damaged_one_is_told_of_and_the_next_older_used(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 2)
+    newest = read_manifests(tmp_path)[0]
+    content = bytearray(newest.image_path.read_bytes())
+    if damage == "flip":
+        content[-1] ^= 1
+        newest.image_path.write_bytes(content)
+    elif damage == "cut":
+        newest.image_path.write_bytes(content[:-10])
+    elif damage == "gone":
+        newest.image_path.unlink()
+    else:
+        newest.path.write_text("{")
+    with caplog.at_level(logging.WARNING):
+        found = Snapshots(tmp_path, "us").newest()
+    assert found is not None
+    assert found[0].facts["step"] == 1
+    assert newest.path.stem in caplog.text
+
+
+def test_none_valid_is_not_none_there(tmp_path: Path) -> None:
+    assert Snapshots(tmp_path, "us").newest() is None
+    save(tmp_path, 1)
+    read_manifests(tmp_path)[0].image_path.write_bytes(b"")
+    with pytest.raises(ValueError, match="none can be used"):
+        Snapshots(tmp_path, "us").newest()
+    read_manifests(tmp_path)[0].path.write_text("[]")
+    with pytest.raises(ValueError, match="none can be used"):
+        Snapshots(tmp_path, "us").newest()
+
+
+def test_retention_keeps_the_last_the_pinned_and_the_best_of_this_run_only(tmp_path: Path) -> None:
+    save(tmp_path, 1000, run_id="them")
+    ours = Snapshots(tmp_path, "us", keep_last=2, keep_interval=4)
+    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 2.0)]:
+        ours.save(image(step), step=step, generation=1, facts={"val_loss": loss})
+    assert kept(tmp_path) == [2, 4, 6, 7, 1000]
+    assert len(list(tmp_path.glob("*.safetensors"))) == 5
+
+
+def test_nothing_is_deleted_before_the_newer_one_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, keep_last=1)
+    replace = storage.replace_file
+
+    def full(path: Path, chunks: list[memoryview]) -> None:
+        replace(path, [chunk[: len(chunk) // 2] for chunk in chunks])
+
+    monkeypatch.setattr(storage, "replace_file", full)
+    with pytest.raises((OSError, ValueError)):
+        save(tmp_path, 2, keep_last=1)
+    assert kept(tmp_path) == [1]
+
+
+def test_cleaning_removes_what_a_killed_save_left_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    orphan = tmp_path / "step-000000002-g1-00000000.safetensors"
+    orphan.write_bytes(image(2).numpy().tobytes())
+    foreign = tmp_path / "step-000000003-g1-00000000.safetensors"
+    foreign.write_bytes(image(3, run_id="them").numpy().tobytes())
+    leftover = tmp_path / f".{orphan.name}.abcd1234.tmp"
+    leftover.write_bytes(b"half")
+    Snapshots(tmp_path, "us").clean()
+    assert not orphan.exists()
+    assert not leftover.exists()
+    assert foreign.exists()
+    assert kept(tmp_path) == [1]
+
+
+def test_replace_file_leaves_the_old_bytes_when_the_new_ones_fail(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    storage.replace_file(path, [b"old"])
+
+    def failing():  # type: ignore[no-untyped-def]
+        yield b"ne"
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        storage.replace_file(path, failing())
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_keeps_its_name_and_counts_its_generations(tmp_path: Path) -> None:
+    out, folder = tmp_path / "out", tmp_path / "snapshots"
+    first = open_run(out, folder)
+    assert first.generation == 1
+    record_run(first, [out, folder], {})
+    assert open_run(out, folder) == Run(first.run_id, 2)
+    save(folder, 5, run_id=first.run_id, generation=7)
+    assert open_run(out, folder) == Run(first.run_id, 8)
+    assert open_run(tmp_path / "elsewhere", folder) == Run(first.run_id, 8)
+    (folder / "run.json").unlink()
+    assert open_run(tmp_path / "elsewhere", folder) == Run(first.run_id, 8), "by the manifests alone"
+    record_run(Run("other", 1), [out], {})
+    record_run(first, [folder], {})
+    with pytest.raises(ValueError, match="different runs"):
+        open_run(out, folder)
+    (out / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"run\.json is damaged"):
+        open_run(out, folder)
+
+
+BASE = {
+    "name": "a", "optim.learning_rate": 1e-3, "train.max_steps": 100, "train.global_batch_size": 12, "seed": 1,
+    "train.micro_batch_size": 2, "train.reduction": "fast", "dtype": "float32", "snapshot.keep_last": 2,
+    "train.num_threads": 1, "model.n_layer": 2, "data.fingerprint": "f", "data.path": "x",
+}  # fmt: skip
+
+
+def test_operational_settings_and_more_steps_may_change_on_resume() -> None:
+    now = BASE | {"name": "b", "snapshot.keep_last": 5, "data.path": "y", "train.num_threads": 2}
+    assert changes_on_resume(BASE, now, "auto") == {}
+    assert changes_on_resume(BASE, BASE | {"train.max_steps": 200}, "auto") == {"train.max_steps": (100, 200)}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optim.learning_rate", 1e-4),
+        ("train.max_steps", 50),
+        ("train.micro_batch_size", 4),
+        ("train.reduction", "exact"),
+    ],
+)
+def test_training_settings_change_only_when_it_is_said(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{key} was {BASE[key]} .* and is {value} now: .*--name=.*resume=must"):
+        changes_on_resume(BASE, BASE | {key: value}, "auto")
+    assert changes_on_resume(BASE, BASE | {key: value}, "must") == {key: (BASE[key], value)}
+
+
+@pytest.mark.parametrize("key", ["seed", "train.global_batch_size", "model.n_layer", "data.fingerprint"])
+def test_what_the_position_counts_in_never_changes(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} was .* cannot change"):
+        changes_on_resume(BASE, BASE | {key: "other"}, "must")
+
+
+@pytest.mark.parametrize("key", ["train.micro_batch_size", "train.num_threads", "dtype"])
+def test_exact_mode_fixes_what_its_bits_depend_on(key: str) -> None:
+    exact = BASE | {"train.reduction": "exact"}
+    with pytest.raises(ValueError, match=f"{key} was .* cannot change"):
+        changes_on_resume(exact, exact | {key: "other"}, "must")
+
+
+def test_loading_needs_nothing_but_the_image(tmp_path: Path) -> None:
+    (tmp_path / "run" / "snapshots").mkdir(parents=True)
+    save(tmp_path / "run" / "snapshots", 1, 2)
+    newest = read_manifests(tmp_path / "run" / "snapshots")[0]
+    alone = tmp_path / "copied.safetensors"
+    alone.write_bytes(newest.image_path.read_bytes())
+    torch.manual_seed(2)
+    expected = GPT(CONFIG)
+    for place in (alone, newest.image_path, newest.path, tmp_path / "run", tmp_path / "run" / "snapshots"):
+        model, tokenizer, metadata = load_snapshot(str(place))
+        assert metadata["step"] == 2
+        assert not model.training
+        assert tokenizer.decode([1, 2]) == "ab"
+        assert torch.equal(model.transformer.wte.weight, expected.transformer.wte.weight)
+
+
+def test_what_cannot_be_loaded_is_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no snapshot"):
+        find_image(str(tmp_path / "nothing"))
+    with pytest.raises(FileNotFoundError, match="no snapshot is in"):
+        find_image(str(tmp_path))
+    (tmp_path / "x.safetensors").write_bytes(b"not one")
+    with pytest.raises(ValueError, match="no snapshot image"):
+        find_image(str(tmp_path / "x.safetensors"))
+    save(tmp_path, 1)
+    manifest = read_manifests(tmp_path)[0]
+    content = bytearray(manifest.image_path.read_bytes())
+    content[-1] ^= 1
+    manifest.image_path.write_bytes(content)
+    with pytest.raises(ValueError, match="sha256 differs"):
+        find_image(str(manifest.image_path))
+
+
+def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    source, found = find_image(str(tmp_path))
+    with pytest.raises(ValueError, match=r"transformer\.h\.1"):
+        load_weights(GPT(GPTConfig(vocab_size=3, block_size=8, n_layer=2, n_head=1, n_embd=8)), found, source)
+
+
+def test_tied_weights_and_wrappers_leave_no_trace_in_the_names() -> None:
+    model = GPT(CONFIG)
+    model.compile()
+    names = set(model_tensors(model))
+    assert "transformer.wte.weight" in names
+    assert "lm_head.weight" not in names
+    assert not any("_orig_mod" in name or "module." in name for name in names)
+
+
+def test_content_cannot_point_out_of_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    save(folder, 1)
+    manifest = read_manifests(folder)[0]
+    manifest.path.write_text(json.dumps(manifest.facts | {"image": "../../etc/passwd", "name": "/etc/passwd"}))
+    assert read_manifests(folder)[0].image_path.parent == folder

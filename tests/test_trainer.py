@@ -1,0 +1,314 @@
+"""The loop from Python: what a resume restores, what a step leaves alone, and how a run ends."""
+
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import in_world
+from torch import Tensor, nn
+
+from mingpt import distributed
+from mingpt.elastic import StopSignals
+from mingpt.image import Image, decode, encode, sha256s
+from mingpt.metrics import Metrics, read_metrics
+from mingpt.model import GPT, GPTConfig
+from mingpt.optim import learning_rate_at
+from mingpt.snapshot import Snapshots, read_manifests
+from mingpt.trainer import Trainer
+
+VOCABULARY = 11
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, 900).astype(np.uint16)
+
+
+def gpt(dropout: float = 0.1) -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(VOCABULARY, block_size=8, n_layer=1, n_head=2, n_embd=16, dropout=dropout))
+
+
+def trainer(model: nn.Module | None = None, **changes: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "block_size": 8, "global_batch_size": 8, "micro_batch_size": 2, "max_steps": 30, "warmup_steps": 5,
+        "log_interval": 1, "eval_interval": 10,
+    }  # fmt: skip
+    return Trainer(model or gpt(), TOKENS[:800], TOKENS[800:], **settings | changes)
+
+
+def state_of(trained: Trainer) -> Image:
+    return decode(encode(trained._tensors(), trained._metadata()), "memory")
+
+
+class Recorder(Metrics):
+    """Metrics in memory, and a call of `at[step]` when that step is logged."""
+
+    def __init__(self, at: dict[int, Callable[[], None]] | None = None) -> None:
+        super().__init__()
+        self.rows: dict[int, dict[str, float]] = {}
+        self._at = at or {}
+
+    def row(self, step: int, values: dict[str, float]) -> None:
+        self.rows.setdefault(step, {}).update(values)
+        if "train/loss" in values:
+            self._at.get(step, lambda: None)()
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_a_resumed_run_is_the_uninterrupted_one_in_every_bit(reduction: str) -> None:
+    whole, first, second = Recorder(), Recorder(), Recorder()
+    straight = trainer(reduction=reduction, metrics=whole)
+    straight.fit()
+
+    stopped = trainer(reduction=reduction, metrics=first)
+    stopped.max_steps = 13  # in the middle of an epoch (800 tokens: 12.4 steps) and between two evaluations
+    stopped.fit()
+    torch.manual_seed(99)  # a new process has other generators and other weights
+    resumed = trainer(gpt().apply(lambda module: None), reduction=reduction, metrics=second)
+    resumed.restore(state_of(stopped))
+    assert resumed.step == 13
+    resumed.fit()
+
+    assert sha256s(resumed._tensors()) == sha256s(straight._tensors())
+    assert {step: row.get("train/loss") for step, row in (first.rows | second.rows).items()} == {
+        step: row.get("train/loss") for step, row in whole.rows.items()
+    }
+    assert [row["train/lr"] for row in second.rows.values() if "train/lr" in row] == [
+        row["train/lr"] for step, row in whole.rows.items() if step > 13
+    ]
+    assert resumed.best_val_loss == straight.best_val_loss
+
+
+def test_state_that_does_not_fit_is_refused_by_name() -> None:
+    saved = state_of(trainer())
+    other = trainer(GPT(GPTConfig(VOCABULARY, block_size=8, n_layer=2, n_head=2, n_embd=16)))
+    with pytest.raises(ValueError, match=r"does not fit.*transformer\.h\.1"):
+        other.restore(saved)
+
+
+def test_the_optimizer_gets_the_rate_of_its_step() -> None:
+    rates: list[float] = []
+    trained = trainer(max_steps=12)
+    step = trained.optimizer.step
+    trained.optimizer.step = lambda *a, **k: (rates.append(trained.optimizer.param_groups[1]["lr"]), step(*a, **k))  # type: ignore[method-assign]
+    trained.fit()
+    expected = [
+        learning_rate_at(s, schedule="cosine", learning_rate=1e-3, min_lr=1e-4, warmup_steps=5, max_steps=12)
+        for s in range(12)
+    ]
+    assert rates == expected
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_schedules_warm_up_stay_between_their_bounds_and_end_where_they_should(schedule: str) -> None:
+    def at(step: int) -> float:
+        return learning_rate_at(
+            step, schedule=schedule, learning_rate=1.0, min_lr=0.1, warmup_steps=10, max_steps=100, decay_fraction=0.3
+        )
+
+    assert [at(s) for s in range(10)] == pytest.approx([(s + 1) / 10 for s in range(10)])
+    assert at(10) == 1.0
+    assert all(0.1 <= at(s) <= at(s - 1) for s in range(11, 300))
+    assert at(100) == at(10**6) == (1.0 if schedule == "constant" else pytest.approx(0.1))
+    if schedule == "cosine":
+        assert at(55) == pytest.approx(0.55)
+    if schedule == "wsd":
+        assert at(70) == 1.0
+        assert at(85) == pytest.approx(0.55)
+
+
+def test_evaluating_and_sampling_leave_training_alone() -> None:
+    plain = trainer(eval_interval=0, max_steps=10)
+    plain.fit()
+    disturbed = trainer(
+        eval_interval=1, sample_interval=1, max_steps=10, sample=lambda: str(torch.rand(3) + np.random.rand())
+    )
+    disturbed.fit()
+    assert sha256s(disturbed._tensors()) == sha256s(plain._tensors())
+    assert disturbed.model.training
+
+
+def val_loss() -> float:
+    world = distributed.locate("cpu")
+    distributed.connect(world, {}, timeout_seconds=60)
+    tested = trainer(gpt(dropout=0.5), world=world)
+    loss = tested.evaluate()
+    assert tested.evaluate() == loss, "dropout is off, and nothing random is left"
+    tested.close()
+    distributed.leave()
+    return loss
+
+
+def test_validation_is_the_same_number_at_every_world_size() -> None:
+    losses = {loss for world_size in (1, 2, 3, 6) for loss in in_world(world_size, val_loss)}
+    assert len(losses) == 1
+    with torch.no_grad():  # 100 tokens: 12 windows of 8 targets and one of 3, counted by hand
+        model = gpt().eval()
+        rows = [torch.from_numpy(TOKENS[800 + i : 800 + i + 9].astype(np.int64))[None] for i in range(0, 99, 8)]
+        total = sum(float(model(row[:, :-1], row[:, 1:])[1]) * (row.numel() - 1) for row in rows)
+    assert losses.pop() == pytest.approx(total / 99, rel=1e-6)
+
+
+class Broken(nn.Module):
+    """A GPT whose loss is not finite in the cells that hold `token`."""
+
+    def __init__(self, when: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.gpt = gpt()
+        self._when = when
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[None, Tensor]:
+        _, loss = self.gpt(idx, targets)
+        return None, loss * (math.inf if self.training and self._when(idx) else 1)
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_a_gradient_that_is_not_finite_ends_the_run_and_spoils_nothing(reduction: str, tmp_path: Path) -> None:
+    calls = iter(range(10**6))
+    broken = trainer(
+        Broken(lambda idx: next(calls) == 4 * 7 + 2),  # in update 7, in its third cell
+        reduction=reduction, snapshots=Snapshots(tmp_path, "us"), save_interval=5, eval_interval=0,
+    )  # fmt: skip
+    with pytest.raises(ArithmeticError, match=r"update 7 \(samples 56 to 63\).*step-000000005"):
+        broken.fit()
+    assert [manifest.facts["step"] for manifest in read_manifests(tmp_path)] == [5]
+    assert all(torch.isfinite(p).all() for p in broken.model.parameters())
+
+
+def test_no_snapshot_is_taken_right_after_a_broken_update(tmp_path: Path) -> None:
+    calls = iter(range(10**6))
+    broken = trainer(
+        Broken(lambda idx: next(calls) == 4 * 4), snapshots=Snapshots(tmp_path, "us"), save_interval=5, eval_interval=0
+    )
+    with pytest.raises(ArithmeticError, match="update 4 .*there is no snapshot"):
+        broken.fit()
+    assert read_manifests(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_stops_after_a_step_with_everything_saved(number: int, tmp_path: Path) -> None:
+    metrics = Recorder({7: lambda: signal.raise_signal(number)})
+    stopping = trainer(metrics=metrics, snapshots=Snapshots(tmp_path, "us"), save_interval=0)
+    before = signal.getsignal(number)
+    stopping.fit()
+    assert stopping.stopped
+    assert 7 < stopping.step <= 9
+    assert [manifest.facts["step"] for manifest in read_manifests(tmp_path)] == [stopping.step]
+    assert signal.getsignal(number) is before
+
+
+def test_two_signals_at_once_are_one_wish() -> None:
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert signals.wanted
+
+
+def test_snapshots_come_by_steps_by_time_and_when_validation_improves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def saved(**settings: Any) -> set[int]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        trainer(snapshots=Snapshots(folder, "us", keep_last=99), max_steps=12, **settings).fit()
+        return {manifest.facts["step"] for manifest in read_manifests(folder)}
+
+    assert saved(save_interval=5, eval_interval=0) == {5, 10, 12}
+    assert saved(save_interval=0, eval_interval=0) == {12}
+    assert saved(save_interval=0, eval_interval=4, learning_rate=1e-2) >= {4, 12}
+    clock = iter(range(0, 10**6, 1))
+    monkeypatch.setattr("mingpt.trainer.time.monotonic", lambda: next(clock))
+    by_time = saved(save_interval=0, eval_interval=0, save_interval_seconds=5)
+    assert 2 <= len(by_time) < 12
+
+
+def test_a_full_disk_is_told_and_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshots = Snapshots(tmp_path, "us")
+    save, tries = snapshots.save, []
+
+    def full(data: Tensor, **kwargs: Any) -> Any:
+        tries.append(kwargs["step"])
+        if kwargs["step"] == 10 or kwargs["step"] == 30 and len(tries) < 9:
+            raise OSError(28, "No space left on device")
+        return save(data, **kwargs)
+
+    monkeypatch.setattr(snapshots, "save", full)
+    with pytest.raises(OSError, match=r"step 30 cannot be saved.*No space"):
+        trainer(snapshots=snapshots, save_interval=10, eval_interval=0).fit()
+    assert tries == [10, 20, 30]
+    assert "step 10 is not saved" in caplog.text
+    assert [manifest.facts["step"] for manifest in read_manifests(tmp_path)] == [20]
+
+
+def test_exact_mode_says_when_a_replayed_step_differs(caplog: pytest.LogCaptureFixture) -> None:
+    first = Recorder()
+    trainer(reduction="exact", metrics=first, max_steps=5).fit()
+    losses = {step: row["train/loss"] for step, row in first.rows.items() if "train/loss" in row}
+    again = trainer(reduction="exact", max_steps=5)
+    again.restore(None, replayed=losses)
+    again.fit()
+    assert "not what it was" not in caplog.text
+    again = trainer(reduction="exact", max_steps=5)
+    again.restore(None, replayed=losses | {3: 1.0})
+    again.fit()
+    assert "step 3 is not what it was" in caplog.text
+
+
+class Bigram(nn.Module):
+    """The smallest language model: a table. A user's own, with a buffer and nothing of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, VOCABULARY)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.table(idx) * self.scale
+        loss = None if targets is None else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss
+
+
+def test_a_users_own_model_trains_and_resumes(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    snapshots = Snapshots(tmp_path, "mine")
+    own = trainer(Bigram(), learning_rate=0.1, snapshots=snapshots, metrics=metrics)
+    own.fit()
+    losses = [row["train/loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if "train/loss" in row]
+    assert losses[-1] < losses[0]
+    found = snapshots.newest()
+    assert found is not None
+    again = trainer(Bigram())
+    again.restore(found[1], found[0])
+    assert sha256s(again._tensors()) == sha256s(own._tensors())
+    assert "model.scale" in found[1].tensors
+
+
+def test_rows_survive_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    metrics.row(1, {"train/loss": 1.0})
+    with open(path, "ab") as file:
+        file.write(b'{"step": 2, "tra')
+    metrics.row(2, {"train/loss": math.nan})
+    assert [(row["step"], row["train/loss"]) for row in read_metrics(path)] == [(1, 1.0), (2, "nan")]
+
+
+def test_metrics_that_cannot_be_written_are_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics(tmp_path / "missing" / "metrics.jsonl")
+    metrics.row(1, {})
+    metrics.row(2, {})
+    assert len(caplog.records) == 1
+
+
+def test_float16_keeps_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = trainer(dtype=torch.float16, max_steps=10)
+    first.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    first.fit()
+    second = trainer(dtype=torch.float16, max_steps=10)
+    second.restore(state_of(first))
+    assert second.scaler.state_dict() == first.scaler.state_dict()
+    assert second.scaler.get_scale() > 2.0**12

@@ -1,0 +1,307 @@
+"""Train a GPT. README.md tells how.
+
+    python train_gpt.py [CONFIG.yaml] [--section.field=value ...]
+    torchrun --standalone --nproc_per_node=4 train_gpt.py [CONFIG.yaml] [--section.field=value ...]
+
+Exit codes: 0 done; 1 failure; 2 wrong use; 75 stopped on request with everything kept (start again to go on).
+"""
+
+import hashlib
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import mingpt
+from mingpt import distributed, metrics, snapshot, storage
+from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
+from mingpt.data import Grid, TokenFile, Validation, mix, open_corpus, share, split_point
+from mingpt.distributed import World
+from mingpt.elastic import STOP_EXIT_CODE
+from mingpt.image import Image
+from mingpt.model import GPT, GPTConfig, check_causal
+from mingpt.sample import start_token
+from mingpt.snapshot import Manifest, Run, Snapshots
+from mingpt.trainer import Trainer
+
+log = logging.getLogger("mingpt.train_gpt")
+
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "shakespeare_char.yaml"
+SAMPLE_TOKENS = 300
+
+
+@record  # under torchrun the first failing rank's own message ends its report
+def train(argv: Sequence[str]) -> int:
+    """One run from its description to its last snapshot; returns the exit code."""
+    config = load_config(argv, DEFAULT_CONFIG, distributed.device_type)
+    world = distributed.locate(config.device)
+    distributed.die_with_parent()
+    if world.is_main:
+        for warning in warnings(config):
+            log.warning("warning: %s", warning)
+
+    # What this run is: the same on every rank, and checked to be.
+    exact = config.train.reduction == "exact"
+    if exact:
+        distributed.make_deterministic()
+    threads = distributed.set_threads(config.train.num_threads or int(exact), world)
+    dtype = distributed.pick_dtype(config.dtype, world.device)
+    corpus = open_corpus(config.data.path, config.data.tokenizer)
+    n_train = split_point(len(corpus.tokens), config.data.val_fraction)
+    train_tokens, val_tokens = corpus.tokens[:n_train], corpus.tokens[n_train:]
+    grid = Grid(
+        n_train, config.model.block_size, config.train.global_batch_size, config.train.micro_batch_size, config.seed
+    )
+    max_steps = config.train.max_steps or grid.steps(config.train.max_epochs or 1)
+    distributed.seed_process(mix(config.seed))
+    model = make_model(config, corpus).to(world.device)
+    self_check(model, grid, val_tokens, max_steps, config)
+    description = flatten(config) | {f"model.{key}": value for key, value in config.model.shape.items()}
+    description |= {
+        "dtype": str(dtype).removeprefix("torch."),
+        "train.num_threads": threads,
+        "train.max_steps": max_steps,
+        "data.fingerprint": digest(corpus.fingerprint, n_train),
+    }
+    hardware = distributed.hardware(world.device)
+    hello = {
+        **description,
+        "mingpt": f"{mingpt.__version__}, code {code_fingerprint()}",
+        "torch": torch.__version__,
+        "device": world.device.type,
+    }
+    if exact:
+        hello["hardware (which exact reduction needs equal)"] = hardware
+    else:
+        del hello["train.num_threads"]
+    distributed.connect(world, hello, config.elastic.timeout_seconds)
+
+    # Which run it continues: rank 0 looks, every rank obeys.
+    out_dir, folder = config.run_dir, storage.local_path(config.snapshot_uri)
+    run = Run(**distributed.decide(world, lambda: asdict(snapshot.open_run(out_dir, folder))))
+    snapshots = Snapshots(folder, run.run_id, config.snapshot.keep_last, config.snapshot.keep_interval)
+    found: tuple[Manifest, Image] | None = None
+
+    def look() -> dict[str, Any]:
+        nonlocal found
+        found = snapshots.newest()
+        if found is None:
+            if config.snapshot.resume == "must":
+                raise ValueError(f"snapshot.resume=must, but there is no snapshot in {folder}; start with resume=auto")
+            if config.snapshot.init_from:
+                source, image = snapshot.find_image(config.snapshot.init_from)
+                snapshot.load_weights(model, image, source)
+            return {"step": 0, "changes": {}}
+        saved = found[1].metadata
+        if exact and saved["hardware"] != hardware:
+            log.warning("this hardware is not the run's (%s, now %s): bits will differ", saved["hardware"], hardware)
+        changes = snapshot.changes_on_resume(saved["config"], description, config.snapshot.resume)
+        return {"step": saved["step"], "changes": changes}
+
+    start = distributed.decide(world, look)
+    if start["step"] >= max_steps:
+        if found:
+            log.info("finished already: %d of %d steps; a larger --train.max_steps goes on", start["step"], max_steps)
+            show_result(config, found[0])
+        distributed.leave()
+        return 0
+    if world.local_rank == 0:
+        snapshot.record_run(run, [out_dir, folder], {"name": config.name, "config": description})
+    if world.is_main:
+        storage.replace_file(out_dir / "config.yaml", [to_yaml(config).encode()])
+        snapshots.clean()
+    path = out_dir / "metrics.jsonl"
+    book = metrics.Metrics(path if world.is_main else None, run.generation)
+    replayed = {
+        row["step"]: row["train/loss"]
+        for row in metrics.read_metrics(path)
+        if world.is_main and row.get("step", 0) > start["step"] and "train/loss" in row
+    }
+
+    trainer = Trainer(
+        model,
+        train_tokens,
+        val_tokens,
+        block_size=config.model.block_size,
+        max_steps=max_steps,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        seed=config.seed,
+        reduction=config.train.reduction,
+        **asdict(config.optim),
+        dtype=dtype,
+        compile=config.compile,
+        eval_interval=config.train.eval_interval,
+        eval_sequences=config.train.eval_sequences,
+        sample_interval=config.train.sample_interval,
+        log_interval=config.log.interval,
+        save_interval=config.snapshot.save_interval,
+        save_interval_seconds=config.snapshot.save_interval_seconds,
+        world=world,
+        generation=run.generation,
+        snapshots=snapshots if world.is_main else None,
+        metrics=book,
+        sample=lambda: sample_text(model, corpus, config.seed),
+        description={
+            "run_id": run.run_id,
+            "config": description,
+            "model": asdict(model.config),
+            "tokenizer": corpus.tokenizer.to_dict(),
+            "fingerprints": {"tokenizer": corpus.tokenizer.fingerprint, "data": description["data.fingerprint"]},
+            "hardware": hardware,
+        },
+    )
+    trainer.restore(found[1] if found else None, found[0] if found else None, replayed)
+    show_start(config, world, run, trainer, corpus, dtype, threads)
+    book.event("start", start["step"], world_size=world.world_size, run_id=run.run_id, changes=start["changes"])
+    for key, (then, now) in start["changes"].items():
+        log.info("changed since the last start: %s was %s, is %s now", key, then, now)
+    try:
+        trainer.fit()
+        distributed.barrier(world)  # the run ends together, after the last manifest
+        if world.is_main:
+            book.event("stop" if trainer.stopped else "end", trainer.step)
+            if trainer.stopped:
+                log.info("stopped on request at step %d; the same command goes on from there", trainer.step)
+            assert trainer.last_manifest is not None
+            show_result(config, trainer.last_manifest)
+    finally:
+        trainer.close()
+        distributed.leave()
+    return STOP_EXIT_CODE if trainer.stopped else 0
+
+
+def make_model(config: Config, corpus: TokenFile) -> GPT:
+    """The GPT that the config describes, for the vocabulary of the corpus."""
+    return GPT(
+        GPTConfig(
+            vocab_size=corpus.tokenizer.vocab_size,
+            block_size=config.model.block_size,
+            **config.model.shape,
+            dropout=config.model.dropout,
+            bias=config.model.bias,
+            activation_checkpointing=config.model.activation_checkpointing,
+        )
+    )
+
+
+def self_check(model: GPT, grid: Grid, val_tokens: Any, max_steps: int, config: Config) -> None:
+    """Under a second, before anything is spent: raises ValueError where the model sees the future or data leaks."""
+    check_causal(model, model.config.vocab_size, model.config.block_size, next(model.parameters()).device)
+    if len(val_tokens) or config.data.val_fraction:
+        Validation(val_tokens, config.model.block_size, config.train.micro_batch_size, config.train.eval_sequences)
+    for step in (0, max_steps - 1):
+        starts = grid.starts(step)
+        assert starts.min() >= 0, "a window starts before the text"
+        assert starts.max() + grid.block_size < grid.n_tokens, "a training window reaches into the validation text"
+
+
+def sample_text(model: GPT, corpus: TokenFile, seed: int) -> str:
+    """A short text from an empty prompt; its own generator leaves the training's random numbers alone."""
+    tokenizer, device = corpus.tokenizer, next(model.parameters()).device
+    prompt = torch.tensor([[start_token(tokenizer)]], device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    return tokenizer.decode([int(token) for token in model.generate(prompt, SAMPLE_TOKENS, generator=generator)])
+
+
+def show_start(
+    config: Config, world: World, run: Run, trainer: Trainer, corpus: TokenFile, dtype: torch.dtype, threads: int
+) -> None:
+    """What the world is and what it is about to do."""
+    grid, model = trainer.grid, trainer.model
+    assert isinstance(model, GPT)
+    shares = [len(share(rank, world.world_size, grid.cells)) for rank in range(world.world_size)]
+    log.info("run %s (%s), generation %d: %s", config.name, run.run_id, run.generation, distributed.describe(world))
+    log.info(
+        "device %s, dtype %s, %d CPU thread(s) a rank, %s reduction",
+        world.device, str(dtype).removeprefix("torch."), threads, config.train.reduction,
+    )  # fmt: skip
+    log.info(
+        "model %s parameters, %d layers, %d heads, %d wide, block %d, vocabulary %d",
+        f"{model.num_parameters():,}", model.config.n_layer, model.config.n_head, model.config.n_embd,
+        model.config.block_size, model.config.vocab_size,
+    )  # fmt: skip
+    log.info(
+        "data %s: %s tokens, %s for training, %d windows an epoch", corpus.path, f"{len(corpus.tokens):,}",
+        f"{grid.n_tokens:,}", grid.windows,
+    )  # fmt: skip
+    balance = max(shares) * world.world_size / grid.cells
+    log.info(
+        "grid %d sequences a step in %d cells of %d, %s tokens a step; %d to %d cells a rank, %.0f %% of the time used",
+        grid.global_batch_size, grid.cells, grid.micro_batch_size, f"{grid.tokens_per_step:,}", min(shares),
+        max(shares), 100 / balance,
+    )  # fmt: skip
+    if min(shares) == 0:
+        log.warning(
+            "warning: %d of %d ranks have nothing to do; train.micro_batch_size=%d would use %d",
+            shares.count(0), world.world_size, max(1, grid.global_batch_size // world.world_size),
+            min(world.world_size, grid.global_batch_size),
+        )  # fmt: skip
+    if grid.windows < grid.global_batch_size:
+        log.warning("warning: an epoch has %d windows, fewer than a step's %d", grid.windows, grid.global_batch_size)
+    where = f"snapshots in {config.snapshot_uri}"
+    if trainer.step:
+        log.info("going on at step %d of %d; %s", trainer.step, trainer.max_steps, where)
+    else:
+        log.info("starting at step 0 of %d; %s", trainer.max_steps, where)
+
+
+def show_result(config: Config, manifest: Manifest) -> None:
+    """Where everything is, and the two sums that tell whether two runs came to the same bits."""
+    log.info("weights_sha256  %s", manifest.facts["weights_sha256"])
+    log.info("state_sha256    %s", manifest.facts["state_sha256"])
+    log.info("snapshot        %s", manifest.image_path)
+    log.info("metrics         %s", config.run_dir / "metrics.jsonl")
+    log.info("sample from it  python -m mingpt.sample %s", config.run_dir)
+
+
+def digest(*values: object) -> str:
+    """A short sha256 of values."""
+    return hashlib.sha256("\n".join(map(str, values)).encode()).hexdigest()[:16]
+
+
+def code_fingerprint() -> str:
+    """Of the package's sources: two ranks with the same version but other lines are not alike."""
+    files = sorted(Path(mingpt.__file__).parent.glob("*.py"))
+    return digest(*(file.read_text(encoding="utf-8") for file in files))
+
+
+def report(error: Exception, rank: int) -> int:
+    """Tells the user in one line and returns the exit code.
+
+    Rank 0 speaks for all; another rank only where rank 0 did not end the run by then.
+    """
+    if rank:
+        time.sleep(3)
+    problems = error.problems if isinstance(error, ConfigError) else [" ".join(str(error).split())]
+    for problem in problems:
+        print(f"error: {f'[rank {rank}] ' if rank else ''}{problem}", file=sys.stderr, flush=True)
+    return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
+
+
+def is_meant(error: Exception) -> bool:
+    """Whether the error is told by our own lines, or by the system: a defect deserves its traceback."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return isinstance(error, OSError) or raised_in.is_relative_to(Path(__file__).parent.resolve())
+
+
+def main() -> int:
+    rank = distributed.rank()
+    metrics.open_console(rank)
+    try:
+        return train(sys.argv[1:]) or 0
+    except (ValueError, OSError, ArithmeticError) as error:
+        if not is_meant(error):
+            raise
+        return report(error, rank)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
