@@ -9,7 +9,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --c
 setting = $(patsubst --$(1)=%,$(2)%,$(filter --$(1)=%,$(ARGS)))
 RUN = $(firstword $(call setting,snapshot.uri) $(call setting,out_dir) $(call setting,name,runs/) runs/shakespeare_char)
 
-.PHONY: train test check clean
+.PHONY: train test check gpu-check clean
 
 train: $(VENV)/installed data/shakespeare/input.txt
 	$(VENV)/bin/python train_gpt.py configs/shakespeare_char.yaml $(ARGS)
@@ -21,6 +21,10 @@ test: $(VENV)/installed-dev
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
+
+# Needs no set-up where the machine's own python3 has CUDA and the packages; says so where there is no GPU.
+gpu-check:
+	$(or $(wildcard $(VENV)/bin/python),$(PYTHON)) tests/gpu_check.py
 
 # What make and the tools made; runs and prepared texts stay.
 clean:

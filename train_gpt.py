@@ -47,6 +47,9 @@ def train(argv: Sequence[str]) -> int:
         for warning in warnings(config):
             log.warning("warning: %s", warning)
 
+    if storage.is_remote(config.snapshot_uri):
+        raise ValueError(f"snapshot.uri={config.snapshot_uri}: snapshots are kept in local folders only; give a path")
+
     # What this run is: the same on every rank, and checked to be.
     exact = config.train.reduction == "exact"
     if exact:
@@ -301,6 +304,8 @@ def main() -> int:
         if not is_meant(error):
             raise
         return report(error, rank)
+    except KeyboardInterrupt:  # before the training, which takes it for a wish to stop
+        return 130
 
 
 if __name__ == "__main__":

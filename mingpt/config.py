@@ -171,6 +171,11 @@ _HINTS: dict[str, Any] = {  # dotted name -> type, with its limits
     for name, hint in get_type_hints(cls, include_extras=True).items()
     if hint not in _SECTIONS.values()
 }
+_REPLACED = {  # what an earlier layer says of the same thing in other words, which would else outlive its replacement
+    "model.preset": ("model.n_layer", "model.n_head", "model.n_embd"),
+    "train.max_steps": ("train.max_epochs",),
+    "train.max_epochs": ("train.max_steps",),
+}
 _LAYERS = ("", "on_cuda.", "on_cpu.", "on_mps.", "--")  # the YAML file, its blocks for a device type, the command line
 
 
@@ -204,7 +209,10 @@ def load_config(argv: Sequence[str], default_file: Path, device_type: Callable[[
 
     values = flatten(Config()) | layers[""]
     kind = device_type(str((values | layers["--"])["device"]))
-    values |= layers.get(f"on_{kind}.", {}) | layers["--"]
+    for later in (layers.get(f"on_{kind}.", {}), layers["--"]):
+        for name in later.keys() & _REPLACED.keys():
+            values |= dict.fromkeys(_REPLACED[name])
+        values |= later
     if tree is None:
         doubtful |= values.keys() - layers["--"].keys()
     if values["train.max_steps"] is None and values["train.max_epochs"] is None:
@@ -238,7 +246,7 @@ def to_yaml(config: Config) -> str:
 
 
 def warnings(config: Config) -> list[str]:
-    """One line for each setting that was given and has no effect beside the others."""
+    """One line for each setting that was given and has no effect beside the others, or not the one it is there for."""
     optim, model, no_validation = config.optim, config.model, config.data.val_fraction == 0
     shape_given = None not in (model.n_layer, model.n_head, model.n_embd)
     idle = [
@@ -250,7 +258,12 @@ def warnings(config: Config) -> list[str]:
         ("snapshot.init_from", config.snapshot.resume == "must", "snapshot.resume=must has weights to go on with"),
     ]
     given, default = flatten(config), flatten(Config())
-    return [f"{n}={_show(given[n])} has no effect: {why}" for n, off, why in idle if off and given[n] != default[n]]
+    lines = [f"{n}={_show(given[n])} has no effect: {why}" for n, off, why in idle if off and given[n] != default[n]]
+    if config.train.max_steps is not None and config.train.max_steps < optim.warmup_steps:
+        lines.append(
+            f"train.max_steps={config.train.max_steps} ends inside the {optim.warmup_steps} of optim.warmup_steps"
+        )
+    return lines
 
 
 def _contradictions(config: Config, kind: str) -> list[tuple[str, bool, str]]:
@@ -261,7 +274,6 @@ def _contradictions(config: Config, kind: str) -> list[tuple[str, bool, str]]:
     width = model.shape.get("n_embd", heads)
     unknown = model.preset is not None and model.preset not in PRESETS
     lacking = [] if unknown else [f"model.{key}" for key in ("n_layer", "n_head", "n_embd") if key not in model.shape]
-    too_long = steps is not None and steps < optim.warmup_steps
     too_high = optim.schedule != "constant" and optim.min_lr > optim.learning_rate
     return [
         ("model.preset", unknown, f"expected null or one of {', '.join(PRESETS)}"),
@@ -269,7 +281,6 @@ def _contradictions(config: Config, kind: str) -> list[tuple[str, bool, str]]:
         ("model.preset model.n_head model.n_embd", width % heads > 0, _not_a_divisor(heads, width)),
         ("train.micro_batch_size train.global_batch_size", whole % micro > 0, _not_a_divisor(micro, whole)),
         ("train.max_steps train.max_epochs", None not in (steps, train.max_epochs), "set one of the two to null"),
-        ("optim.warmup_steps train.max_steps", too_long, "the warm-up is longer than the run; 0 = none"),
         ("optim.min_lr optim.learning_rate", too_high, "the floor is above the peak; usual is a tenth of it"),
         ("train.reduction dtype", exact and config.dtype == "float16", "float16 is never exact; take bfloat16"),
         ("train.reduction device", exact and kind == "mps", "mps is never exact; take device=cpu or reduction=fast"),
@@ -310,7 +321,7 @@ def _split(argv: Sequence[str], problems: list[str]) -> tuple[str | None, list[t
 def _read_yaml(file: Path, default_folder: Path, problems: list[str]) -> dict[Any, Any] | None:
     """The file's settings; None, and a problem, where there are none to be had."""
     try:
-        tree = yaml.load(file.read_bytes().decode("utf-8-sig"), _Loader)
+        tree = yaml.load(file.read_text(encoding="utf-8"), _Loader)
         if isinstance(tree, dict):
             return tree
         problem = ": expected lines of `name: value`" + (", {} for the defaults alone" if tree is None else "")
@@ -365,22 +376,27 @@ def _convert(name: str, raw: Any, from_text: bool) -> Value:
     """`raw` in its setting's type. Raises ValueError that says what is expected."""
     if name not in _HINTS:
         raise ValueError(_unknown(name))
-    hint = _HINTS[name]
-    parser = ArgumentParser(exit_on_error=False)  # of one setting: one of all would check all, ten times slower
-    parser.add_argument(f"--{name}", type=hint)
+    parts = _parts(_HINTS[name])
     try:
-        value: Value = (parser.parse_args([f"--{name}={raw}"]) if from_text else parser.parse_object({name: raw}))[name]
-        # jsonargparse lets null pass for any type, and a file's text for a number
+        if isinstance(raw, str) and str in parts and not (from_text and raw == "null"):
+            value: Value = raw  # as it is: jsonargparse would take "~" and "#" for YAML's null
+        else:
+            parser = ArgumentParser(exit_on_error=False)  # of one setting: one of all checks all, ten times slower
+            parser.add_argument(f"--{name}", type=_HINTS[name])
+            value = (parser.parse_args([f"--{name}={raw}"]) if from_text else parser.parse_object({name: raw}))[name]
+        # jsonargparse lets null pass for any type, and a file's text for a number.
         kept = from_text or isinstance(value, str) == isinstance(raw, str)
-        if kept and (NoneType in get_args(hint) if value is None else all(_LIMITS[it](value) for it in _limits(hint))):
+        limits = [_LIMITS[part] for part in parts if part in _LIMITS]
+        if kept and (NoneType in parts if value is None else all(limit(value) for limit in limits)):
             return value
     except (ArgumentError, TypeError, ValueError, OverflowError):
         pass
-    raise ValueError(f"expected {_expected(hint)}")
+    raise ValueError(f"expected {_expected(_HINTS[name])}")
 
 
-def _limits(hint: Any) -> list[str]:
-    return [limit for kind in (hint, *get_args(hint)) for limit in getattr(kind, "__metadata__", ())]
+def _parts(hint: Any) -> list[Any]:
+    """The types in a type, and their limits."""
+    return [part for inner in get_args(hint) for part in _parts(inner)] or [hint]
 
 
 def _expected(hint: Any) -> str:

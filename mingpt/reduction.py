@@ -5,6 +5,7 @@ same bits at every world size. Both are driven alike: `begin`, for each cell of 
 `cell` and then `add`, and at last `finish`; afterwards every parameter's `grad` is the mean.
 """
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -38,9 +39,12 @@ class FastReduction:
                 p.register_hook(torch.zeros_like)
         if world.world_size > 1:
             # Ranks hold equal weights already, and buffers do not change in training: nothing to synchronise.
-            self._ddp = DistributedDataParallel(
-                model, init_sync=False, forward_sync_buffers=False, gradient_as_bucket_view=True
-            )
+            with warnings.catch_warnings():
+                # Its successor `forward_sync_buffers` is not in every torch that this runs on.
+                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+                self._ddp = DistributedDataParallel(
+                    model, init_sync=False, broadcast_buffers=False, gradient_as_bucket_view=True
+                )
             self.module = self._ddp
 
     def begin(self) -> None:

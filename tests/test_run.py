@@ -160,7 +160,7 @@ def test_texts_that_cannot_be_trained_on(runs: Runs, content: bytes, expected: s
 
 
 def test_missing_text_and_wrong_device(runs: Runs) -> None:
-    assert "elsewhere.txt" in refused(runs, "--data.path=elsewhere.txt")
+    assert "data.path=elsewhere.txt does not exist" in refused(runs, "--data.path=elsewhere.txt")
     assert "cuda" in refused(runs, "--device=cuda")
 
 

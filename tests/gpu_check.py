@@ -1,0 +1,122 @@
+"""What only a GPU can show, in under five minutes: `make gpu-check`. Ends with a table; exit code 1 if a row failed.
+
+Trains, kills, resumes and samples a small model and one of GPT-2's size on CUDA in bfloat16, compiled and not, and runs
+exact reduction twice for one hash. Where there is no CUDA device it says that it was skipped.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}  # bfloat16, dense, FLOP/s
+
+SMALL = ["configs/smoke.yaml", "--data.path={text}", "--train.max_steps=60", "--snapshot.save_interval=20"]
+GPT2 = [
+    "configs/smoke.yaml", "--data.path={text}", "--model.preset=gpt2", "--model.block_size=1024",
+    "--train.global_batch_size=16", "--train.micro_batch_size=8", "--train.max_steps=40", "--train.eval_interval=0",
+    "--train.eval_sequences=16", "--snapshot.save_interval=20", "--log.interval=10", "--optim.learning_rate=3e-4",
+]  # fmt: skip
+
+
+def run(folder: Path, name: str, *overrides: str, kill_at: int = 0, code: int = 0) -> str:
+    """One run of train_gpt.py on CUDA in bfloat16; killed with SIGKILL once step `kill_at` is logged, where given."""
+    options = [option.format(text=folder / "text.txt") for option in overrides]
+    process = subprocess.Popen(
+        [sys.executable, "train_gpt.py", *options, "--device=cuda", f"--out_dir={folder / name}", f"--name={name}"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    said = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        step = re.match(r"step +(\d+)/", line)
+        if kill_at and step and int(step[1]) >= kill_at:
+            process.kill()
+    output = "".join(said)
+    assert process.wait() == (-9 if kill_at else code), f"{name} ended with {process.returncode}:\n{output[-3000:]}"
+    return output
+
+
+def sums(output: str) -> list[str]:
+    return re.findall(r"_sha256 +([0-9a-f]{64})", output)
+
+
+def speed(folder: Path, name: str) -> str:
+    """Median tokens/s of the rows after the first two, and the share of the device's peak."""
+    lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rates = [row["perf/tokens_per_second"] for row in map(json.loads, lines) if "perf/tokens_per_second" in row][2:]
+    rate = sorted(rates)[len(rates) // 2]
+    from mingpt.model import GPT, PRESETS, GPTConfig
+
+    with torch.device("meta"):
+        flops = GPT(GPTConfig(vocab_size=64, block_size=1024, **PRESETS["gpt2"])).flops_per_token()
+    device = torch.cuda.get_device_name()
+    peak = next((value for key, value in PEAKS.items() if key in device), None)
+    return f"{rate:,.0f} tokens/s, MFU {f'{rate * flops / peak:.1%}' if peak else 'unknown (peak not listed)'}"
+
+
+def killed_and_resumed(folder: Path, name: str, settings: list[str], kill_at: int) -> str:
+    """A killed and resumed run beside an undisturbed one, in exact mode: one hash."""
+    exact = [*settings, "--train.reduction=exact", "--dtype=bfloat16"]
+    calm = sums(run(folder, f"{name}-calm", *exact))
+    run(folder, f"{name}-killed", *exact, kill_at=kill_at)
+    resumed = run(folder, f"{name}-killed", *exact)
+    went_on = re.search(r"going on at step (\d+)", resumed)
+    assert went_on and int(went_on[1]) > 0, "it started over"
+    assert sums(resumed) == calm, f"{sums(resumed)} is not {calm}"
+    return f"went on at step {went_on[1]}, one hash: {calm[0][:16]}"
+
+
+def sampled(folder: Path, name: str) -> str:
+    command = [sys.executable, "-m", "mingpt.sample", str(folder / name), "--max-new-tokens=200", "--device=cuda"]
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return f"{len(done.stdout)} characters in {time.monotonic() - started:.1f} s, start included"
+
+
+def trained(folder: Path, name: str, *settings: str) -> str:
+    output = run(folder, name, *settings, "--dtype=bfloat16")
+    assert "does not work here" not in output, output[-2000:]
+    return speed(folder, name)
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("gpu-check: SKIPPED, there is no CUDA device; nothing was checked")
+        return 0
+    print(f"gpu-check on {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    failed = 0
+    sys.path.insert(0, str(ROOT))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        line = "Now is the winter of our discontent made glorious summer by this sun of York;\n"
+        (folder / "text.txt").write_text("".join(line[i % 70 :] for i in range(20000)), encoding="utf-8")
+        checks = {
+            "small: exact, kill -9, resume": lambda: killed_and_resumed(folder, "small", SMALL, 33),
+            "small: sample": lambda: sampled(folder, "small-killed"),
+            "gpt2: exact, kill -9, resume": lambda: killed_and_resumed(folder, "gpt2", GPT2, 30),
+            "gpt2: sample": lambda: sampled(folder, "gpt2-killed"),
+            "gpt2: fast": lambda: trained(folder, "fast", *GPT2),
+            "gpt2: fast, compiled": lambda: trained(folder, "compiled", *GPT2, "--compile=true"),
+            "gpt2: exact": lambda: speed(folder, "gpt2-calm"),
+        }
+        for name, check in checks.items():
+            started = time.monotonic()
+            try:
+                result = check()
+            except (AssertionError, subprocess.CalledProcessError) as error:
+                result, failed = f"FAILED: {error}", failed + 1
+            print(f"{name:32} {time.monotonic() - started:6.1f} s  {result}", flush=True)
+    print(f"gpu-check: {len(checks) - failed} passed, {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
