@@ -6,6 +6,9 @@
 Exit codes: 0 done; 1 failure; 2 wrong use; 75 stopped on request with everything kept (start again to go on).
 """
 
+from mingpt import distributed  # first: it sets what torch reads when it is loaded
+
+# isort: split
 import hashlib
 import logging
 import sys
@@ -20,7 +23,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import mingpt
-from mingpt import distributed, metrics, snapshot, storage
+from mingpt import metrics, snapshot, storage
 from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
 from mingpt.data import Grid, TokenFile, Validation, mix, open_corpus, share, split_point
 from mingpt.distributed import World

@@ -282,7 +282,7 @@ def open_corpus(path: str, tokenizer: str) -> TokenFile:
     if not storage.is_remote(path):
         local = storage.local_path(path)
         if not local.exists():
-            raise FileNotFoundError(f"data.path={path} does not exist; give a text file, a token file, a folder or a URI")
+            raise FileNotFoundError(f"data.path={path} does not exist; give a text or token file, a folder or a URI")
         if local.is_dir():
             local = _text_of_folder(local)
         with open(local, "rb") as file:
