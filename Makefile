@@ -9,7 +9,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --c
 setting = $(patsubst --$(1)=%,$(2)%,$(filter --$(1)=%,$(ARGS)))
 RUN = $(firstword $(call setting,snapshot.uri) $(call setting,out_dir) $(call setting,name,runs/) runs/shakespeare_char)
 
-.PHONY: train test check gpu-check clean
+.PHONY: train test proof check gpu-check clean
 
 train: $(VENV)/installed data/shakespeare/input.txt
 	$(VENV)/bin/python train_gpt.py configs/shakespeare_char.yaml $(ARGS)
@@ -17,6 +17,10 @@ train: $(VENV)/installed data/shakespeare/input.txt
 
 test: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -q $(ARGS)
+
+# The longer proofs: kills at any moment, world sizes, clean exits, compiling.
+proof: $(VENV)/installed-dev
+	$(VENV)/bin/python -m pytest -q -m slow tests/test_proofs.py $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

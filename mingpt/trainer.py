@@ -144,8 +144,8 @@ class Trainer:
 
         Raises ArithmeticError where the loss or the gradient is not finite, OSError where the last snapshot fails.
         """
-        distributed.seed_all(mix(self._seed, self.step))
         self._warm_up()
+        distributed.seed_all(mix(self._seed, self.step))
         self._first_step = self.step
         self._watch = _Stopwatch(self.step)
         try:
@@ -178,8 +178,8 @@ class Trainer:
         self._guard()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        distributed.seed_all(mix(self._seed, self.step))  # whoever draws now draws the same on every rank
         self.step += 1
+        distributed.seed_all(mix(self._seed, self.step))  # whoever draws now draws the same on every rank
 
     def _due_before_step(self) -> bool:
         """Does what is due at `step`; False when the training ends here. In this order a kill anywhere is harmless."""
@@ -268,9 +268,8 @@ class Trainer:
         self.reduction.begin()
         distributed.all_reduce_sum(failed, self.world)
         if int(failed):
-            log.warning("going on without compiling, on every rank")
+            log.info("going on without compiling, on every rank")
             self.model._compiled_call_impl = None
-        distributed.seed_all(mix(self._seed, self.step))
 
     # What is due
 
