@@ -1,17 +1,18 @@
 # From a clean checkout with nothing installed: each target makes .venv and what else it needs, once.
 #   make train ARGS="--train.max_steps=500 --name=short"      settings on the command line (configs/reference.yaml)
+#   make train ARGS=--data.path=my.txt                        a text of your own; Shakespeare is not asked for then
 #   make test ARGS="-k config"                                options of pytest
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # Where the run that ARGS describe keeps its snapshots: the last step of `train` samples from there.
-setting = $(patsubst --$(1)=%,$(2)%,$(filter --$(1)=%,$(ARGS)))
+setting = $(patsubst --$(1)=%,$(2)%,$(filter --$(1)=%,$(subst --$(1) ,--$(1)=,$(strip $(ARGS)))))
 RUN = $(firstword $(call setting,snapshot.uri) $(call setting,out_dir) $(call setting,name,runs/) runs/shakespeare_char)
 
 .PHONY: train test proof check gpu-check clean
 
-train: $(VENV)/installed data/shakespeare/input.txt
+train: $(VENV)/installed
 	$(VENV)/bin/python train_gpt.py configs/shakespeare_char.yaml $(ARGS)
 	$(VENV)/bin/python -m mingpt.sample $(RUN)
 
@@ -34,9 +35,6 @@ gpu-check:
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-
-data/shakespeare/input.txt: | $(VENV)/installed
-	$(VENV)/bin/python data/shakespeare/prepare.py
 
 # The stamps are older than a changed list of requirements, so that only then is anything installed again.
 $(VENV)/installed: requirements.txt constraints.txt

@@ -11,6 +11,7 @@ from mingpt import distributed  # first: it sets what torch reads when it is loa
 # isort: split
 import hashlib
 import logging
+import shlex
 import sys
 import time
 import traceback
@@ -27,7 +28,7 @@ from mingpt import metrics, snapshot, storage
 from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
 from mingpt.data import Grid, TokenFile, Validation, mix, open_corpus, share, split_point
 from mingpt.distributed import World
-from mingpt.elastic import STOP_EXIT_CODE
+from mingpt.elastic import STOP_EXIT_CODE, StopSignals
 from mingpt.image import Image
 from mingpt.model import GPT, GPTConfig, check_causal
 from mingpt.sample import start_token
@@ -42,18 +43,14 @@ SAMPLE_TOKENS = 300
 
 @record  # under torchrun the first failing rank's own message ends its report
 def train(argv: Sequence[str]) -> int:
-    """One run from its description to its last snapshot; returns the exit code."""
+    """One run, from its description to its last snapshot; returns the exit code."""
     config = load_config(argv, DEFAULT_CONFIG, distributed.device_type)
     world = distributed.locate(config.device)
     distributed.die_with_parent()
-    if world.is_main:
-        for warning in warnings(config):
-            log.warning("warning: %s", warning)
+    for warning in warnings(config) if world.is_main else ():
+        log.warning("warning: %s", warning)
 
-    if storage.is_remote(config.snapshot_uri):
-        raise ValueError(f"snapshot.uri={config.snapshot_uri}: snapshots are kept in local folders only; give a path")
-
-    # What this run is: the same on every rank, and checked to be.
+    # What the run is: derived by every rank for itself, the same on all, and checked to be.
     exact = config.train.reduction == "exact"
     if exact:
         distributed.make_deterministic()
@@ -61,14 +58,13 @@ def train(argv: Sequence[str]) -> int:
     dtype = distributed.pick_dtype(config.dtype, world.device)
     corpus = open_corpus(config.data.path, config.data.tokenizer)
     n_train = split_point(len(corpus.tokens), config.data.val_fraction)
-    train_tokens, val_tokens = corpus.tokens[:n_train], corpus.tokens[n_train:]
     grid = Grid(
         n_train, config.model.block_size, config.train.global_batch_size, config.train.micro_batch_size, config.seed
     )
     max_steps = config.train.max_steps or grid.steps(config.train.max_epochs or 1)
     distributed.seed_process(mix(config.seed))
     model = make_model(config, corpus).to(world.device)
-    self_check(model, grid, val_tokens, max_steps, config)
+    self_check(model, grid, corpus.tokens[n_train:], max_steps, config)
     description = flatten(config) | {f"model.{key}": value for key, value in config.model.shape.items()}
     description |= {
         "dtype": str(dtype).removeprefix("torch."),
@@ -77,111 +73,172 @@ def train(argv: Sequence[str]) -> int:
         "data.fingerprint": digest(corpus.fingerprint, n_train),
     }
     hardware = distributed.hardware(world.device)
+    connect(world, config, description, hardware)
+    trainer: Trainer | None = None
+    try:
+        with StopSignals() as signals:
+            # Which run it continues: rank 0 looks, every rank obeys.
+            run, snapshots = find_run(world, config)
+            found, start = find_start(world, config, snapshots, model, corpus, description, hardware)
+            if start["step"] >= max_steps:
+                log.info(
+                    "finished already: %d of %d steps; a larger --train.max_steps goes on", start["step"], max_steps
+                )
+                if found:
+                    show_result(config, found[0])
+                return 0
+            book = open_books(world, config, run, snapshots, description)
+            trainer = Trainer(
+                model,
+                corpus.tokens[:n_train],
+                corpus.tokens[n_train:],
+                block_size=config.model.block_size,
+                max_steps=max_steps,
+                global_batch_size=config.train.global_batch_size,
+                micro_batch_size=config.train.micro_batch_size,
+                seed=config.seed,
+                reduction=config.train.reduction,
+                **asdict(config.optim),
+                dtype=dtype,
+                compile=config.compile,
+                eval_interval=config.train.eval_interval,
+                eval_sequences=config.train.eval_sequences,
+                sample_interval=config.train.sample_interval,
+                log_interval=config.log.interval,
+                save_interval=config.snapshot.save_interval,
+                save_interval_seconds=config.snapshot.save_interval_seconds,
+                world=world,
+                generation=run.generation,
+                snapshots=snapshots,
+                metrics=book,
+                sample=lambda: sample_text(model, corpus, config.seed),
+                description={
+                    "mingpt": mingpt.__version__,
+                    "run_id": run.run_id,
+                    "config": description,
+                    "model": asdict(model.config),
+                    "tokenizer": corpus.tokenizer.to_dict(),
+                    "fingerprints": {
+                        "tokenizer": corpus.tokenizer.fingerprint,
+                        "data": description["data.fingerprint"],
+                    },
+                    "hardware": hardware,
+                },
+            )
+            # A changed setting changes the losses: then there is nothing to see again.
+            replayed = {} if start["changes"] else losses_after(start["step"], config) if world.is_main else {}
+            manifest, image = found or (None, None)
+            trainer.restore(image, manifest, replayed)
+            found = image = None  # else the file stays mapped, and on disk, until the run ends
+            book.event("start", start["step"], world_size=world.world_size, run_id=run.run_id, changes=start["changes"])
+            if world.is_main:
+                show_start(config, world, run, trainer, corpus, dtype, threads, start["changes"])
+            trainer.fit(signals)
+            distributed.barrier(world)  # the run ends together, after the last manifest
+            book.event("stop" if trainer.stopped else "end", trainer.step)
+            if trainer.stopped:
+                log.info("stopped on request at step %d; the same command goes on from there", trainer.step)
+            if trainer.last_manifest:
+                show_result(config, trainer.last_manifest)
+            return STOP_EXIT_CODE if trainer.stopped else 0
+    finally:
+        if trainer:
+            trainer.close()
+        distributed.leave()
+
+
+def connect(world: World, config: Config, description: dict[str, Any], hardware: str) -> None:
+    """Makes the process group, once all ranks have shown that they are about to do the same."""
     hello = {
         **description,
         "mingpt": f"{mingpt.__version__}, code {code_fingerprint()}",
         "torch": torch.__version__,
         "device": world.device.type,
     }
-    if exact:
+    if config.train.reduction == "exact":
         hello["hardware (which exact reduction needs equal)"] = hardware
     else:
         del hello["train.num_threads"]
     distributed.connect(world, hello, config.elastic.timeout_seconds)
 
-    # Which run it continues: rank 0 looks, every rank obeys.
-    out_dir, folder = config.run_dir, storage.local_path(config.snapshot_uri)
-    run = Run(**distributed.decide(world, lambda: asdict(snapshot.open_run(out_dir, folder))))
-    snapshots = Snapshots(folder, run.run_id, config.snapshot.keep_last, config.snapshot.keep_interval)
-    found: tuple[Manifest, Image] | None = None
+
+def find_run(world: World, config: Config) -> tuple[Run, Snapshots]:
+    """The run that lives in the run's folder and its snapshots' folder, or a new one."""
+    folder = storage.local_path(config.snapshot_uri)
+    run = Run(**distributed.decide(world, lambda: asdict(snapshot.open_run(config.run_dir, folder))))
+    return run, Snapshots(folder, run.run_id, config.snapshot.keep_last, config.snapshot.keep_interval)
+
+
+def find_start(
+    world: World,
+    config: Config,
+    snapshots: Snapshots,
+    model: GPT,
+    corpus: TokenFile,
+    description: dict[str, Any],
+    hardware: str,
+) -> tuple[tuple[Manifest, Image] | None, dict[str, Any]]:
+    """What rank 0 found to go on from (None elsewhere, and for a new run), and the step and changes that all obey.
+
+    A new run takes the weights of `snapshot.init_from`. Raises ValueError, on every rank, where the description is not
+    the run's.
+    """
+    found: list[tuple[Manifest, Image]] = []
 
     def look() -> dict[str, Any]:
-        nonlocal found
-        found = snapshots.newest()
-        if found is None:
+        newest = snapshots.newest()
+        if newest is None:
             if config.snapshot.resume == "must":
-                raise ValueError(f"snapshot.resume=must, but there is no snapshot in {folder}; start with resume=auto")
+                raise ValueError(f"snapshot.resume=must, but no snapshot is in {snapshots.folder}; take resume=auto")
             if config.snapshot.init_from:
                 source, image = snapshot.find_image(config.snapshot.init_from)
+                check_symbols(image.metadata, corpus, source)
                 snapshot.load_weights(model, image, source)
             return {"step": 0, "changes": {}}
-        saved = found[1].metadata
-        if exact and saved["hardware"] != hardware:
-            log.warning("this hardware is not the run's (%s, now %s): bits will differ", saved["hardware"], hardware)
+        found.append(newest)
+        saved = newest[1].metadata
+        check_symbols(saved, corpus, str(newest[0].image_path))
         changes = snapshot.changes_on_resume(saved["config"], description, config.snapshot.resume)
+        if config.train.reduction == "exact" and saved["hardware"] != hardware:
+            log.warning("warning: bits will differ: the run began on %s, this is %s", saved["hardware"], hardware)
         return {"step": saved["step"], "changes": changes}
 
     start = distributed.decide(world, look)
-    if start["step"] >= max_steps:
-        if found:
-            log.info("finished already: %d of %d steps; a larger --train.max_steps goes on", start["step"], max_steps)
-            show_result(config, found[0])
-        distributed.leave()
-        return 0
-    if world.local_rank == 0:
-        snapshot.record_run(run, [out_dir, folder], {"name": config.name, "config": description})
-    if world.is_main:
+    return (found[0] if found else None), start
+
+
+def check_symbols(saved: dict[str, Any], corpus: TokenFile, source: str) -> None:
+    """Raises ValueError, naming the characters, where the weights of `source` were trained on other ones."""
+    theirs, ours = set(saved["tokenizer"]["chars"]), set(corpus.tokenizer.chars)
+    if theirs != ours:
+        raise ValueError(
+            f"{source} has other symbols than {corpus.path}: {''.join(sorted(theirs - ours))!a} are missing here, "
+            f"{''.join(sorted(ours - theirs))!a} are new; take a text with the same characters, or start another run "
+            "with --name=NEW"
+        )
+
+
+def open_books(
+    world: World, config: Config, run: Run, snapshots: Snapshots, description: dict[str, Any]
+) -> metrics.Metrics:
+    """Makes the run's folders and files; its metrics. Fails here and not at the first save where it may not write."""
+    out_dir = config.run_dir
+
+    def write() -> None:
+        snapshot.record_run(run, [out_dir, snapshots.folder], {"name": config.name, "config": description})
         storage.replace_file(out_dir / "config.yaml", [to_yaml(config).encode()])
         snapshots.clean()
-    path = out_dir / "metrics.jsonl"
-    book = metrics.Metrics(path if world.is_main else None, run.generation)
-    replayed = {
-        row["step"]: row["train/loss"]
-        for row in metrics.read_metrics(path)
-        if world.is_main and row.get("step", 0) > start["step"] and "train/loss" in row
-    }
 
-    trainer = Trainer(
-        model,
-        train_tokens,
-        val_tokens,
-        block_size=config.model.block_size,
-        max_steps=max_steps,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        seed=config.seed,
-        reduction=config.train.reduction,
-        **asdict(config.optim),
-        dtype=dtype,
-        compile=config.compile,
-        eval_interval=config.train.eval_interval,
-        eval_sequences=config.train.eval_sequences,
-        sample_interval=config.train.sample_interval,
-        log_interval=config.log.interval,
-        save_interval=config.snapshot.save_interval,
-        save_interval_seconds=config.snapshot.save_interval_seconds,
-        world=world,
-        generation=run.generation,
-        snapshots=snapshots if world.is_main else None,
-        metrics=book,
-        sample=lambda: sample_text(model, corpus, config.seed),
-        description={
-            "run_id": run.run_id,
-            "config": description,
-            "model": asdict(model.config),
-            "tokenizer": corpus.tokenizer.to_dict(),
-            "fingerprints": {"tokenizer": corpus.tokenizer.fingerprint, "data": description["data.fingerprint"]},
-            "hardware": hardware,
-        },
-    )
-    trainer.restore(found[1] if found else None, found[0] if found else None, replayed)
-    show_start(config, world, run, trainer, corpus, dtype, threads)
-    book.event("start", start["step"], world_size=world.world_size, run_id=run.run_id, changes=start["changes"])
-    for key, (then, now) in start["changes"].items():
-        log.info("changed since the last start: %s was %s, is %s now", key, then, now)
-    try:
-        trainer.fit()
-        distributed.barrier(world)  # the run ends together, after the last manifest
-        if world.is_main:
-            book.event("stop" if trainer.stopped else "end", trainer.step)
-            if trainer.stopped:
-                log.info("stopped on request at step %d; the same command goes on from there", trainer.step)
-            assert trainer.last_manifest is not None
-            show_result(config, trainer.last_manifest)
-    finally:
-        trainer.close()
-        distributed.leave()
-    return STOP_EXIT_CODE if trainer.stopped else 0
+    distributed.decide(world, write)
+    if world.local_rank == 0 and not world.is_main:  # on every node
+        snapshot.record_run(run, [out_dir], {"name": config.name, "config": description})
+    return metrics.Metrics(out_dir / "metrics.jsonl" if world.is_main else None, run.generation)
+
+
+def losses_after(step: int, config: Config) -> dict[int, float]:
+    """What was logged beyond `step` before a restart, by step."""
+    rows = metrics.read_metrics(config.run_dir / "metrics.jsonl")
+    return {row["step"]: row["train/loss"] for row in rows if row.get("step", 0) > step and "train/loss" in row}
 
 
 def make_model(config: Config, corpus: TokenFile) -> GPT:
@@ -199,14 +256,14 @@ def make_model(config: Config, corpus: TokenFile) -> GPT:
 
 
 def self_check(model: GPT, grid: Grid, val_tokens: Any, max_steps: int, config: Config) -> None:
-    """Under a second, before anything is spent: raises ValueError where the model sees the future or data leaks."""
+    """Before anything is spent: raises ValueError where the model sees the future, data leaks or does not suffice."""
     check_causal(model, model.config.vocab_size, model.config.block_size, next(model.parameters()).device)
     if len(val_tokens) or config.data.val_fraction:
         Validation(val_tokens, config.model.block_size, config.train.micro_batch_size, config.train.eval_sequences)
     for step in (0, max_steps - 1):
         starts = grid.starts(step)
-        assert starts.min() >= 0, "a window starts before the text"
-        assert starts.max() + grid.block_size < grid.n_tokens, "a training window reaches into the validation text"
+        if starts.min() < 0 or starts.max() + grid.block_size >= grid.n_tokens:
+            raise ValueError(f"update {step} would read beyond the {grid.n_tokens} training tokens; report this")
 
 
 def sample_text(model: GPT, corpus: TokenFile, seed: int) -> str:
@@ -218,7 +275,14 @@ def sample_text(model: GPT, corpus: TokenFile, seed: int) -> str:
 
 
 def show_start(
-    config: Config, world: World, run: Run, trainer: Trainer, corpus: TokenFile, dtype: torch.dtype, threads: int
+    config: Config,
+    world: World,
+    run: Run,
+    trainer: Trainer,
+    corpus: TokenFile,
+    dtype: torch.dtype,
+    threads: int,
+    changes: dict[str, Any],
 ) -> None:
     """What the world is and what it is about to do."""
     grid, model = trainer.grid, trainer.model
@@ -245,18 +309,18 @@ def show_start(
         max(shares), 100 / balance,
     )  # fmt: skip
     if min(shares) == 0:
+        most = max(1, grid.global_batch_size // world.world_size)
+        micro = max(size for size in range(1, most + 1) if grid.global_batch_size % size == 0)
         log.warning(
-            "warning: %d of %d ranks have nothing to do; train.micro_batch_size=%d would use %d",
-            shares.count(0), world.world_size, max(1, grid.global_batch_size // world.world_size),
-            min(world.world_size, grid.global_batch_size),
+            "warning: %d of %d ranks have nothing to do; train.micro_batch_size=%d makes %d cells for them",
+            shares.count(0), world.world_size, micro, grid.global_batch_size // micro,
         )  # fmt: skip
     if grid.windows < grid.global_batch_size:
         log.warning("warning: an epoch has %d windows, fewer than a step's %d", grid.windows, grid.global_batch_size)
-    where = f"snapshots in {config.snapshot_uri}"
-    if trainer.step:
-        log.info("going on at step %d of %d; %s", trainer.step, trainer.max_steps, where)
-    else:
-        log.info("starting at step 0 of %d; %s", trainer.max_steps, where)
+    for key, (then, now) in changes.items():
+        log.info("changed since the last start: %s was %s, is %s now", key, then, now)
+    verb = "going on" if trainer.step else "starting"
+    log.info("%s at step %d of %d; snapshots in %s", verb, trainer.step, trainer.max_steps, config.snapshot_uri)
 
 
 def show_result(config: Config, manifest: Manifest) -> None:
@@ -265,7 +329,8 @@ def show_result(config: Config, manifest: Manifest) -> None:
     log.info("state_sha256    %s", manifest.facts["state_sha256"])
     log.info("snapshot        %s", manifest.image_path)
     log.info("metrics         %s", config.run_dir / "metrics.jsonl")
-    log.info("sample from it  python -m mingpt.sample %s", config.run_dir)
+    place = config.snapshot.uri or str(config.run_dir)
+    log.info("sample from it  python -m mingpt.sample %s", shlex.quote(place))
 
 
 def digest(*values: object) -> str:
@@ -274,8 +339,8 @@ def digest(*values: object) -> str:
 
 
 def code_fingerprint() -> str:
-    """Of the package's sources: two ranks with the same version but other lines are not alike."""
-    files = sorted(Path(mingpt.__file__).parent.glob("*.py"))
+    """Of the sources: two ranks with the same version but other lines are not alike."""
+    files = [*sorted(Path(mingpt.__file__).parent.glob("*.py")), Path(__file__)]
     return digest(*(file.read_text(encoding="utf-8") for file in files))
 
 
@@ -295,7 +360,8 @@ def report(error: Exception, rank: int) -> int:
 def is_meant(error: Exception) -> bool:
     """Whether the error is told by our own lines, or by the system: a defect deserves its traceback."""
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return isinstance(error, OSError) or raised_in.is_relative_to(Path(__file__).parent.resolve())
+    ours = Path(mingpt.__file__).parent.resolve(), Path(__file__).resolve()  # not the folder: it may hold a .venv
+    return isinstance(error, OSError) or any(raised_in.is_relative_to(place) for place in ours)
 
 
 def main() -> int:

@@ -6,9 +6,9 @@ jsonargparse decides whether a value has its setting's type. The comments beside
 
 import difflib
 import inspect
+import logging
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from mingpt.model import PRESETS
 
+log = logging.getLogger(__name__)
+
 Value = bool | int | float | str | None
 
 Count = Annotated[int, "at least 0"]
@@ -28,6 +30,8 @@ Amount = Annotated[float, "at least 0"]
 Positive = Annotated[float, "above 0"]
 Fraction = Annotated[float, "at least 0 and below 1"]
 Text = Annotated[str, "not empty"]
+Folder = Annotated[str, "a local folder's path"]
+LocalUri = Annotated[str, "a local folder's path or file:// URI, no remote one"]
 _LIMITS: dict[str, Callable[[Any], bool]] = {  # NaN and infinity pass none of them
     "at least 0": lambda value: 0 <= value < math.inf,
     "at least 1": lambda value: 1 <= value < math.inf,
@@ -36,6 +40,10 @@ _LIMITS: dict[str, Callable[[Any], bool]] = {  # NaN and infinity pass none of t
     "from 0 to 1": lambda value: 0 <= value <= 1,
     "from 0 to 2**63 - 1": lambda value: 0 <= value < 2**63,
     "not empty": lambda value: value != "",
+    "a local folder's path": lambda value: value != "" and "://" not in value,
+    "a local folder's path or file:// URI, no remote one": lambda value: (
+        value != "" and "://" not in value.removeprefix("file://")
+    ),
     "auto, cpu, cuda, cuda:N or mps": lambda value: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", value)),
     "a folder's name, a path goes to out_dir": lambda value: bool(re.fullmatch(r"(?!\.\.?$)[^/\\\x00-\x1f]+", value)),
 }
@@ -104,7 +112,7 @@ class TrainSection:
 class SnapshotSection:
     """What is kept, where, and how a run goes on."""
 
-    uri: Text | None = None  # folder or URI of the snapshots; null = <out_dir>/snapshots
+    uri: LocalUri | None = None  # folder or URI of the snapshots; null = <out_dir>/snapshots
     save_interval: Count = 250  # optimizer steps between snapshots; 0 = only at the end
     save_interval_seconds: Amount = 0.0  # seconds between snapshots, beside save_interval; 0 = off
     keep_last: Size = 2  # newest snapshots kept, older ones are deleted
@@ -136,7 +144,7 @@ class Config:
     device: Annotated[str, "auto, cpu, cuda, cuda:N or mps"] = "auto"  # auto = cuda, else mps, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto = the device's best
     compile: bool = False  # compile the model: up to minutes at the start, then faster steps, on GPUs above all
-    out_dir: Text | None = None  # folder of run.json, config.yaml, metrics.jsonl, snapshots; null = runs/<name>
+    out_dir: Folder | None = None  # folder of run.json, config.yaml, metrics.jsonl, snapshots; null = runs/<name>
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     optim: OptimSection = field(default_factory=OptimSection)
@@ -147,8 +155,8 @@ class Config:
 
     @property
     def run_dir(self) -> Path:
-        """out_dir, or runs/<name> where it is null."""
-        return Path(self.out_dir or f"runs/{self.name}")
+        """out_dir, `~` expanded, or runs/<name> where it is null."""
+        return Path(self.out_dir or f"runs/{self.name}").expanduser()
 
     @property
     def snapshot_uri(self) -> str:
@@ -184,10 +192,11 @@ def load_config(argv: Sequence[str], default_file: Path, device_type: Callable[[
 
     argv: `[CONFIG.yaml] [--section.field=value ...]`; without a file `default_file` is read.
     device_type: which of cuda, cpu, mps a `device` ("auto", "cuda:1") is on this machine.
-    Raises ConfigError with every problem found; SystemExit(0) after `--help` or `--print_config`.
+    Raises ConfigError with every problem found; SystemExit(0) after `--help` or `--print_config`, whose text is logged:
+    of several ranks only the one that speaks at INFO shows it.
     """
     if {"-h", "--help"} & set(argv):
-        _help().print_help()
+        log.info(_help().format_help().rstrip())
         raise SystemExit(0)
     problems: list[str] = []
     path, overrides = _split(argv, problems)
@@ -230,7 +239,7 @@ def load_config(argv: Sequence[str], default_file: Path, device_type: Callable[[
     if problems:
         raise ConfigError(problems)
     if "--print_config" in argv:
-        sys.stdout.write(to_yaml(config))
+        log.info(to_yaml(config).rstrip())
         raise SystemExit(0)
     return config
 
@@ -282,8 +291,12 @@ def _contradictions(config: Config, kind: str) -> list[tuple[str, bool, str]]:
         ("train.micro_batch_size train.global_batch_size", whole % micro > 0, _not_a_divisor(micro, whole)),
         ("train.max_steps train.max_epochs", None not in (steps, train.max_epochs), "set one of the two to null"),
         ("optim.min_lr optim.learning_rate", too_high, "the floor is above the peak; usual is a tenth of it"),
-        ("train.reduction dtype", exact and config.dtype == "float16", "float16 is never exact; take bfloat16"),
-        ("train.reduction device", exact and kind == "mps", "mps is never exact; take device=cpu or reduction=fast"),
+        (
+            "train.reduction dtype",
+            exact and config.dtype == "float16",
+            "exact reduction does not support float16; take bfloat16",
+        ),
+        ("train.reduction device", exact and kind == "mps", "exact reduction does not support mps; take device=cpu"),
     ]
 
 

@@ -3,6 +3,9 @@
 Everything that chooses data is a pure function of the seed and the position, so the whole data state of a run is its
 step, at any world size. Tokens lie in one file that is mapped, not read: the pages in use count as page cache, which
 the kernel takes back under pressure, and processes of one host share them; memory of our own stays that of a batch.
+
+A token file carries its tokenizer, so that whoever has a snapshot can sample. Ids of another origin need no file from
+here: `Trainer` and everything below "feeding" take any 1-D numpy array of whole numbers, an `np.memmap` too.
 """
 
 import codecs
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -128,12 +131,10 @@ class Grid:
         """The token at which the epoch's first window starts; any of them leaves the last window inside the text."""
         return _epoch_key(self.seed, epoch) % (self.n_tokens - self.windows * self.block_size)
 
-    def starts(self, step: int, cell: int | None = None) -> NDArray[np.int64]:
-        """First token of each window that update `step` reads, (global_batch_size,); of a cell, (micro_batch_size,)."""
+    def starts(self, step: int) -> NDArray[np.int64]:
+        """First token of each window that update `step` reads, (global_batch_size,), one cell's after the other's."""
         first = self.samples_seen(step)
         samples = np.arange(first, first + self.global_batch_size)
-        if cell is not None:
-            samples = samples[cell * self.micro_batch_size : (cell + 1) * self.micro_batch_size]
         epochs, positions = np.divmod(samples, self.windows)
         windows = permute(self.seed, epochs, positions, self.windows)
         return self.offset(epochs.astype(np.uint64)).astype(np.int64) + windows * self.block_size
@@ -168,6 +169,7 @@ _MAGIC = b"MINGPTOK"  # then the header's length (uint64), the header (JSON, pad
 _FORMAT = 1
 _ALIGNMENT = 64  # bytes; where the tokens start
 _CHUNK = 1 << 22  # bytes; a text of any size is prepared in some 150 MB
+_TELL = 5.0  # seconds between two lines about a long text
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +214,7 @@ def write_tokens(path: Path, chunks: Iterable[Tokens], tokenizer: Tokenizer) -> 
 def open_tokens(path: Path) -> TokenFile:
     """Maps a token file; reads its header only.
 
-    Raises ValueError for a file of another kind, a newer format, or one that is cut short; OSError if unreadable.
+    Raises ValueError for a file of another kind, a newer format, or one cut short or damaged; OSError if unreadable.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -222,33 +224,49 @@ def open_tokens(path: Path) -> TokenFile:
         start = file.tell() + length
         if size < start:
             raise ValueError(f"{path} is cut short inside its header; delete it and prepare it again")
-        header = json.loads(file.read(length))
-    if header["format"] != _FORMAT:
+        header = None
+        with suppress(ValueError):  # not JSON: none of the cases below
+            header = json.loads(file.read(length))
+    match header:
+        case {"format": int(version)} if version != _FORMAT:
+            raise ValueError(
+                f"{path} has format {version}, this version reads {_FORMAT}; update it, or prepare it again"
+            )
+        case {
+            "format": int(),
+            "dtype": "uint16" | "uint32" as name,
+            "count": int(count),
+            "fingerprint": str(fingerprint),
+            "tokenizer": dict(tokenizer),
+        }:
+            dtype = np.dtype(name).newbyteorder("<")
+        case _:
+            raise ValueError(f"{path} has a damaged header; delete it and prepare it again")
+    if size != start + count * dtype.itemsize:
         raise ValueError(
-            f"{path} has format {header['format']}, this version reads {_FORMAT}; update it, or prepare it again"
+            f"{path} should hold {count} tokens of {dtype.itemsize} bytes from byte {start} but has {size} bytes: "
+            "it is cut short or damaged; delete it and prepare it again"
         )
-    dtype = np.dtype(header["dtype"]).newbyteorder("<")
-    if size != start + header["count"] * dtype.itemsize:
-        raise ValueError(
-            f"{path} should hold {header['count']} tokens of {dtype.itemsize} bytes from byte {start} but has {size} "
-            "bytes: it is cut short or damaged; delete it and prepare it again"
-        )
-    tokens = np.memmap(path, dtype, mode="r", offset=start, shape=(header["count"],))
-    return TokenFile(tokens, tokenizer_from_dict(header["tokenizer"]), header["fingerprint"], path)
+    tokens = np.memmap(path, dtype, mode="r", offset=start, shape=(count,))
+    return TokenFile(tokens, tokenizer_from_dict(tokenizer), fingerprint, path)
 
 
 # --- from a text to a token file --------------------------------------------------------------------------------------
 
 
-def read_text(uri: str, *, quiet: bool = False) -> Iterator[str]:
+def read_text(uri: str, *, again: bool = False, clock: Callable[[], float] = time.monotonic) -> Iterator[str]:
     """The text at `uri` in pieces: strict UTF-8, a byte-order mark dropped, CRLF and CR turned into LF.
 
+    Tells every few seconds of `clock` how far it is; `again`: the second of two readings, which warns no more.
     Raises ValueError that names the first wrong byte, or says that there is no text; OSError if unreadable.
     """
     utf8 = codecs.getincrementaldecoder("utf-8")()
     decoder = io.IncrementalNewlineDecoder(utf8, translate=True)  # it and `utf8` keep what a border cuts in two
     position, empty, chunk = 0, True, b"?"
+    started = told = clock()
     with storage.open_read(uri) as file:
+        # Of a remote file the driver may know the size.
+        size = getattr(file, "size", None) if storage.is_remote(uri) else os.fstat(file.fileno()).st_size
         while chunk:
             chunk = file.read(_CHUNK)
             start = position - len(utf8.getstate()[0])  # of what is decoded now, in bytes of the file
@@ -261,11 +279,15 @@ def read_text(uri: str, *, quiet: bool = False) -> Iterator[str]:
                 ) from error
             if start == 0 and text.startswith("\ufeff"):
                 text = text[1:]
-                if not quiet:
+                if not again:
                     log.warning("data.path=%s starts with a byte-order mark, which is left out", uri)
             if text:
                 empty = False
                 yield text
+            if (now := clock()) - told >= _TELL:
+                told, rate = now, position / (now - started)
+                left = f" of {size / 1e6:.0f} MB, {(size - position) / rate:.0f} s left" if size else " MB"
+                log.info("reading %d of 2: %.0f%s, %.1f MB/s", 1 + again, position / 1e6, left, rate / 1e6)
     if empty:
         raise ValueError(f"data.path={uri} has no text; give a file with more than model.block_size characters")
 
@@ -290,15 +312,16 @@ def open_corpus(path: str, tokenizer: str) -> TokenFile:
                 return open_tokens(local)
         path = str(local)
     name = path.rsplit("/", 1)[-1]
-    stem = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:80]
-    name = f"{stem}.{tokenizer}{_FORMAT}-{_hex(f'{name} {storage.identity(path)}')}.tokens"
+    stem = "".join(c if c.isascii() and c.isalnum() or c in "-_." else "_" for c in name)[:80]  # of 255 bytes
+    stem += f"-{_hex(name)}.{tokenizer}{_FORMAT}-"
+    name = f"{stem}{_hex(storage.identity(path))}.tokens"
     folder = _cache_folder(path, name)
     prepared = folder / name
     if not prepared.exists():
         with _only_process(folder, path):
             if not prepared.exists():  # else whoever held the lock before has made it
                 _prepare(path, prepared)
-                for old in set(folder.glob(f"{stem}.{tokenizer}{_FORMAT}-{'?' * 16}.tokens")) - {prepared}:
+                for old in set(folder.glob(f"{stem}*.tokens")) - {prepared}:
                     old.unlink()  # of the text as it was before; who has it mapped keeps it
     return open_tokens(prepared)
 
@@ -308,7 +331,7 @@ def _prepare(uri: str, path: Path) -> None:
     log.info("preparing %s", uri)
     tokenizer = CharTokenizer.from_text(read_text(uri))
     log.info("%d symbols: %s", tokenizer.vocab_size, ascii(tokenizer.chars))
-    write_tokens(path, map(tokenizer.encode, read_text(uri, quiet=True)), tokenizer)
+    write_tokens(path, map(tokenizer.encode, read_text(uri, again=True)), tokenizer)
     if storage.identity(uri) != identity:
         path.unlink()
         raise OSError(f"data.path={uri} changed while it was read; start again when it is complete")

@@ -11,7 +11,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import ctypes
 import json
-import logging
 import platform
 import random
 import signal
@@ -27,8 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -90,8 +87,10 @@ def locate(device: str = "auto") -> World:
 
 def rank() -> int:
     """This process's rank, for who must know it before the world does; 0 where the environment makes no sense."""
-    text = os.environ.get("RANK", "")
-    return int(text) if text.isdecimal() else 0
+    try:
+        return _number("RANK", 0)
+    except ValueError:
+        return 0
 
 
 def hardware(device: torch.device) -> str:

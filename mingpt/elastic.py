@@ -1,13 +1,10 @@
 """Leaving together: signals become a wish that all ranks act on after the same step."""
 
-import logging
 import os
 import signal
 import time
 from types import FrameType
 from typing import Self
-
-log = logging.getLogger(__name__)
 
 STOP_EXIT_CODE = 75  # EX_TEMPFAIL: stopped on request, everything kept; start again to go on
 _SAME_WISH_SECONDS = 2.0  # an agent and a terminal often deliver one Ctrl-C twice

@@ -90,7 +90,7 @@ def decode(data: Tensor, source: str) -> Image:
     total = data.numel()
     length = int.from_bytes(data[:8].numpy().tobytes(), "little")
     if total < 8 or length % 8 or length > min(total - 8, _HEADER_LIMIT):
-        raise ValueError(f"{source} is no snapshot image: in its {total} bytes stands a header length of {length}")
+        raise ValueError(f"{source} is no snapshot image, or cut short (header length {length}, file {total} bytes)")
     try:
         header = json.loads(data[8 : 8 + length].numpy().tobytes())
         metadata = json.loads(header.pop("__metadata__")["mingpt"])
@@ -99,7 +99,7 @@ def decode(data: Tensor, source: str) -> Image:
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"{source} has image format {version}, this mingpt reads {FORMAT_VERSION}: take a matching one"
+            f"{source} has image format {version}, this mingpt reads {FORMAT_VERSION}: update the older one"
         )
     body = data[8 + length :]
     tensors = {name: _view(body, name, entry, source) for name, entry in header.items()}

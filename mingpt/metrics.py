@@ -4,6 +4,7 @@ The file is append-only and one JSON object a line, so that a kill costs at most
 `{"step", "time", "generation", <metric>: number, ...}`; after a restart a step may stand twice, and the last row wins.
 """
 
+import io
 import json
 import logging
 import math
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 def open_console(rank: int) -> None:
     """Lets rank 0 speak at INFO on standard output, the others at WARNING with their number."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an ASCII console gets an escape for what it cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     logger = logging.getLogger("mingpt")

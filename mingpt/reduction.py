@@ -19,8 +19,8 @@ from mingpt.distributed import World
 class FastReduction:
     """Sums of floats, overlapped with the backward pass by DDP; a plain sum where there is one process.
 
-    `cells` is the number of cells of a step over all ranks. A rank whose share is empty is `idle`: DDP needs its
-    backward, so it runs one sequence, whose gradient counts as zero.
+    `cells` is the number of cells of a step over all ranks. A rank whose share is empty is `idle`: DDP needs a backward
+    of every rank, so it runs a cell too (of the usual shape: nothing recompiles), whose gradient counts as zero.
     """
 
     def __init__(self, model: nn.Module, world: World, cells: int, idle: bool = False) -> None:
@@ -30,13 +30,14 @@ class FastReduction:
         self._parameters = list(model.parameters())
         self.module: nn.Module = model
         # DDP averages over the ranks where we need the mean over the cells, whoever computed how many.
-        self.weight = world.world_size / cells
+        self.loss_weight = world.world_size / cells
         self._cells = cells
         self._idle = idle
         if idle:
             # Zero-filled, not weighted by zero: 0 * nan is nan.
             for p in self._parameters:
-                p.register_hook(torch.zeros_like)
+                if p.requires_grad:
+                    p.register_hook(torch.zeros_like)
         if world.world_size > 1:
             # Ranks hold equal weights already, and buffers do not change in training: nothing to synchronise.
             with warnings.catch_warnings():
@@ -93,12 +94,13 @@ class ExactReduction:
         self._world = world
         self._cells = cells
         self.module = model
-        self.weight = 1.0
+        self.loss_weight = 1.0
         # One buffer and one all-reduce: every parameter's sum, the loss, and how many cells were bad per name.
         sizes = [p.numel() for p in self._parameters]
         self._sum = torch.zeros(sum(sizes) + 1 + len(self._names), dtype=torch.int64, device=world.device)
         *self._parts, self._loss, self._bad = self._sum.split([*sizes, 1, len(self._names)])
         self._scratch = torch.empty(max(sizes), dtype=torch.int64, device=world.device)
+        self._first_bad = torch.zeros_like(self._bad)  # of the first step that had any
         self._empty = True
 
     def begin(self) -> None:
@@ -134,6 +136,7 @@ class ExactReduction:
         if self._empty:  # an idle rank
             self._sum.zero_()
         distributed.all_reduce_sum(self._sum, self._world)
+        self._first_bad = torch.where(self._first_bad.any(), self._first_bad, self._bad)
         scale = torch.where(self._bad.any(), torch.nan, 1 / (self.SCALE * self._cells))
         for p, part in zip(self._parameters, self._parts, strict=True):
             if p.grad is None:
@@ -142,6 +145,6 @@ class ExactReduction:
         return (self._loss[0].double() * scale) if with_loss else None
 
     def blame(self) -> str:
-        """The names whose gradient was not finite, or too large for the sum, in the last step, on any rank."""
-        bad = [name for name, count in zip(self._names, self._bad.tolist(), strict=True) if count]
+        """The names whose gradient was not finite, or too large for the sum, in the first such step, on any rank."""
+        bad = [name for name, count in zip(self._names, self._first_bad.tolist(), strict=True) if count]
         return f"{', '.join(bad)} (not finite, or a cell's gradient of {self.LIMIT / self._cells:g} or more)"

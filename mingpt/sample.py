@@ -2,7 +2,7 @@
 
 stdout receives text only: the prompt, then token by token what the model adds, then a newline; from the second sample
 on a line `--- sample 2 of 3 ---` in front. All else goes to stderr. Exit codes: 0 done, also when the reader of stdout
-has enough (`| head -1`); 1 something cannot be read or written; 2 a wrong setting, prompt or snapshot; 130 Ctrl-C.
+has enough (`| head -1`); 1 something cannot be read or written; 2 a wrong setting, prompt or path; 130 Ctrl-C.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (OSError, ValueError) as error:
         print(f"mingpt.sample: {error}", file=sys.stderr)
-        return 1 if isinstance(error, OSError) else 2
+        return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
     finally:
         try:
             sys.stdout.flush()

@@ -7,6 +7,8 @@ is written last: no manifest, no snapshot. `run.json`, in the run's folder and b
 import hashlib
 import json
 import logging
+import math
+import os
 import re
 import secrets
 import time
@@ -62,7 +64,7 @@ class Snapshots:
     def save(self, data: Tensor, *, step: int, generation: int, facts: Mapping[str, object]) -> Manifest:
         """Writes the image `data` (uint8), verifies it, writes its manifest, and removes what need not be kept.
 
-        Raises OSError where the disk is full or cannot be written; what was there stays valid.
+        Raises OSError where the disk is full or gives back other bytes; what was there stays valid.
         """
         path = self.folder / f"step-{step:09d}-g{generation}-{secrets.token_hex(4)}.json"
         weights_sha256, state_sha256 = sha256s(decode(data, str(path)).tensors)
@@ -79,9 +81,16 @@ class Snapshots:
         }
         manifest = Manifest(path, content)
         storage.replace_file(manifest.image_path, [data.numpy().data])
-        _read_verified(manifest)
+        try:
+            _read_verified(manifest)
+        except ValueError as error:
+            manifest.image_path.unlink()
+            raise OSError(f"{error}: check the disk") from error
         storage.replace_file(path, [json.dumps(content, indent=1).encode()])
-        self._prune()
+        try:
+            self._prune()
+        except OSError as error:
+            log.warning("older snapshots are not removed: %s", error)
         return manifest
 
     def all(self) -> list[Manifest]:
@@ -95,7 +104,7 @@ class Snapshots:
     def clean(self) -> None:
         """Removes what a killed writer of this run left half-done. For the writer alone, before it writes."""
         storage.remove_leftovers(self.folder)
-        for path in self.folder.glob("step-*.safetensors"):
+        for path in _listed(self.folder, ".safetensors"):
             if not path.with_suffix(".json").exists() and _is_image_of(path, self.run_id):
                 log.info("removing %s: its save was cut off before the manifest", path)
                 path.unlink(missing_ok=True)
@@ -105,9 +114,10 @@ class Snapshots:
         keep = manifests[: self._keep_last]
         if self._keep_interval:
             keep += [m for m in manifests if m.facts["step"] % self._keep_interval == 0]
-        evaluated = [m for m in manifests if m.facts.get("val_loss") is not None]
-        if evaluated:
-            keep.append(min(evaluated, key=lambda m: float(m.facts["val_loss"])))
+        losses = [(float(m.facts["val_loss"]), m) for m in manifests if m.facts.get("val_loss") is not None]
+        keep += [
+            m for _, m in sorted((pair for pair in losses if math.isfinite(pair[0])), key=lambda pair: pair[0])[:1]
+        ]
         for manifest in manifests:
             if manifest not in keep:
                 # The manifest first: an image without one is no snapshot, and is cleaned up at the next start.
@@ -121,9 +131,7 @@ def read_manifests(folder: Path) -> list[Manifest]:
     Raises OSError where the folder or a manifest cannot be read: that is not "there is none".
     """
     manifests = []
-    for path in folder.glob("step-*.json"):
-        if not _NAME.fullmatch(path.stem):
-            continue
+    for path in _listed(folder, ".json"):
         try:
             facts = json.loads(path.read_bytes())
             wanted = {"run_id": str, "step": int, "generation": int, "size": int, "sha256": str}
@@ -138,19 +146,29 @@ def read_manifests(folder: Path) -> list[Manifest]:
     return sorted(manifests, key=lambda manifest: manifest.order, reverse=True)
 
 
+def _listed(folder: Path, suffix: str) -> list[Path]:
+    # Not glob: it takes a folder that cannot be read for an empty one.
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return [folder / name for name in names if name.endswith(suffix) and _NAME.fullmatch(name.removesuffix(suffix))]
+
+
 def newest_valid(manifests: Sequence[Manifest], folder: Path) -> tuple[Manifest, Image] | None:
     """The first of `manifests` (newest first) whose image verifies; None where the folder holds no snapshot at all.
 
-    Falls back to an older one with a loud line. Raises ValueError where there are some but none is valid.
+    Falls back to an older one with a loud line. Raises ValueError where there are some but none is valid, and OSError
+    where one cannot be read: an older one in its place would lose work that may be sound.
     """
     for manifest in manifests:
         try:
             return manifest, _read_verified(manifest)
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, ValueError) as error:
             log.warning("SNAPSHOT OF STEP %d NOT USED, trying an older one: %s", manifest.facts["step"], error)
-    if manifests or any(folder.glob("step-*.json")):
+    if _listed(folder, ".json"):
         raise ValueError(
-            f"there are snapshots in {folder}, but none can be used (see above): repair or restore one, or move the "
+            f"there are snapshots in {folder}, but none is a valid one of this run: repair or restore one, or move the "
             "folder away to start over"
         )
     return None
@@ -202,7 +220,7 @@ def open_run(out_dir: Path, folder: Path) -> Run:
     ids = {record["run_id"] for record in records} or {manifest.facts["run_id"] for manifest in manifests}
     if len(ids) > 1:
         raise ValueError(
-            f"{out_dir} and {folder} hold different runs ({', '.join(sorted(ids))}): give another --name, or another "
+            f"{out_dir} and {folder} hold different runs ({', '.join(sorted(ids))}): give another --name, out_dir or "
             "snapshot.uri"
         )
     run_id = ids.pop() if ids else secrets.token_hex(8)
@@ -226,9 +244,9 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): restore it, or move the folder away to start over") from error
-    if not {"run_id", "generation"} <= set(record):
+    if not isinstance(record, dict) or not {"run_id", "generation"} <= record.keys():
         raise ValueError(f"{path} names no run: restore it, or move the folder away to start over")
-    return dict(record)
+    return record
 
 
 # What may change on resume
@@ -246,6 +264,7 @@ _OPERATIONAL = (
     "train.eval_sequences",
     "train.sample_interval",
     "train.num_threads",
+    "train.max_epochs",  # the steps that it comes to are compared
     "snapshot.",
     "elastic.",
     "log.",
@@ -263,7 +282,10 @@ _FIXED = (
     "data.fingerprint",
 )
 # With exact reduction the bits depend on these too.
-_FIXED_IF_EXACT = ("train.micro_batch_size", "train.num_threads", "dtype")
+_FIXED_IF_EXACT = ("train.micro_batch_size", "train.num_threads", "dtype", "compile")
+
+
+_CURE = "--name=NEW (and another out_dir or snapshot.uri, where they are set)"
 
 
 def changes_on_resume(saved: Mapping[str, Any], now: Mapping[str, Any], resume: str) -> dict[str, tuple[Any, Any]]:
@@ -278,19 +300,22 @@ def changes_on_resume(saved: Mapping[str, Any], now: Mapping[str, Any], resume: 
     never = {key: values for key, values in changed.items() if key in fixed}
     if never:
         raise ValueError(
-            f"{_told(never)}: this cannot change under a run; go back to the old value, or start another run with "
-            "--name=NEW"
+            f"{_told(never)}: this cannot change under a run; go back to the old value, or start another run: {_CURE}"
         )
     training = {}
     for key, (then, value) in changed.items():
-        longer = key in ("train.max_steps", "train.max_epochs") and (value or 0) > (then or 0)
+        longer = key == "train.max_steps" and int(value or 0) > int(then or 0)
         if not longer and not key.startswith(_OPERATIONAL):
             training[key] = (then, value)
     if training and resume != "must":
         raise ValueError(
-            f"{_told(training)}: start another run with --name=NEW, or go on with the change by --snapshot.resume=must"
+            f"{_told(training)}: go on with the change by --snapshot.resume=must, or start another run: {_CURE}"
         )
-    return {key: values for key, values in changed.items() if key in training or key.startswith("train.max_")}
+    return {key: values for key, values in changed.items() if key in training or key == "train.max_steps"}
+
+
+def _some(things: Sequence[str]) -> str:
+    return "; ".join(things[:3]) + (f"; and {len(things) - 3} more" if len(things) > 3 else "")
 
 
 def _told(changes: Mapping[str, tuple[Any, Any]]) -> str:
@@ -346,7 +371,7 @@ def load_weights(model: torch.nn.Module, image: Image, source: str) -> None:
         if name not in live or name not in saved or live[name].shape != saved[name].shape
     )
     if differing:
-        raise ValueError(f"the weights of {source} do not fit this model: {'; '.join(differing[:3])} ...")
+        raise ValueError(f"the weights of {source} do not fit this model: {_some(differing)}")
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(saved[name])

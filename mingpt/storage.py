@@ -83,8 +83,9 @@ def sync_folder(folder: Path) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Removes the temporary files that a killed `replace_file` left in `folder`; the caller is its only writer."""
-    for leftover in folder.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
+    for name in os.listdir(folder):
+        if name.startswith(".") and name.endswith(".tmp"):
+            (folder / name).unlink(missing_ok=True)
 
 
 def _filesystem(uri: str) -> tuple[Any, str]:

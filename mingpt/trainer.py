@@ -3,8 +3,9 @@
     trainer = Trainer(model, train_tokens, val_tokens, block_size=64, max_steps=500)
     trainer.fit()
 
-`model` is any module whose `model(idx, targets)` returns `(anything, mean loss)`. Under torchrun every rank runs the
-same lines (after `distributed.connect`), and the number of ranks changes nothing but the speed.
+`model` is any module whose `model(idx, targets)` returns `(anything, mean loss)`, the tokens any 1-D array of whole
+numbers. Under torchrun every rank runs the same lines between `distributed.connect` and `distributed.leave`, and the
+number of ranks changes nothing but the speed.
 """
 
 import gc
@@ -12,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,8 +36,10 @@ class Trainer:
     """Trains `model` on `train_tokens` (1-D, token ids) and knows how to go on where an image left off.
 
     Settings are those of the config sections `optim`, `train`, `snapshot` and `log`, by the same names; intervals are
-    in optimizer steps. `snapshots` (None: nothing is saved) and `metrics` belong to rank 0. `sample` returns a text to
-    show, `description` is kept in every image. After `fit`, `step`, `val_loss` and `stopped` tell how it ended.
+    in optimizer steps. `world` is this process among the ranks (None: as the environment says), `generation` the number
+    of its formation. Rank 0 alone writes into `snapshots` (None: nothing is saved) and `metrics`; `sample` returns a
+    text to show, `description` is kept in every image. Call `restore` to go on from an image, then `fit`, once;
+    afterwards `step`, `val_loss` and `stopped` tell how it ended.
 
     Raises ValueError for settings that contradict each other or the data.
     """
@@ -80,6 +83,10 @@ class Trainer:
         if global_batch_size % micro_batch_size:
             raise ValueError(f"train.micro_batch_size={micro_batch_size} does not divide {global_batch_size=}")
         self.world = world or distributed.locate()
+        if reduction == "exact":
+            if dtype == torch.float16 or self.world.device.type == "mps":
+                raise ValueError("exact reduction supports neither float16 nor MPS; take bfloat16, or a CPU or CUDA")
+            distributed.make_deterministic()
         self.model = model.to(self.world.device)
         self.grid = Grid(len(train_tokens), block_size, global_batch_size, micro_batch_size, seed)
         self.share = share(self.world.rank, self.world.world_size, self.grid.cells)
@@ -92,8 +99,8 @@ class Trainer:
         )
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=dtype == torch.float16)
         self.reduction = self._make_reduction(reduction)
-        self.metrics = metrics or Metrics()
-        self.snapshots = snapshots
+        self.metrics = metrics if metrics and self.world.is_main else Metrics()
+        self.snapshots = snapshots if self.world.is_main else None
         self.max_steps = max_steps
 
         self._seed = seed
@@ -123,40 +130,51 @@ class Trainer:
         self.val_loss: float | None = None  # of the weights at `evaluated_step`
         self.best_val_loss: float | None = None
         self.evaluated_step = -1
+        self.sampled_step = -1
+        self.compiled = False
         self.last_manifest: Manifest | None = None
         self.stopped = False
 
         self._control = Control(self.world, ["stop", "save", "broken"])
         self._loss: Tensor | None = None
         self._grad_norm = torch.zeros((), device=self.world.device)
-        # The first update whose gradient was not finite; copied to the host without waiting for the device.
+        # Non-finite gradients in a row, and the update at which there were too many, which the host gets to know of
+        # without waiting for the device. A GradScaler meets some whenever it tries a larger scale.
+        self._bad_in_a_row = torch.zeros((), dtype=torch.int64, device=self.world.device)
+        self._bad_allowed = 20 if self.scaler.is_enabled() else 0
         self._broken = torch.full((), -1, device=self.world.device)
         self._broken_seen = torch.full((), -1, pin_memory=self.world.device.type == "cuda")
         self._buffer: Tensor | None = None  # the last image's bytes, used again for the next
         self._saved_at = time.monotonic()
+        self._restored = False
+        self._restored_compiled: bool | None = None
         self._first_step = 0
         self._replayed: dict[int, float] = {}
 
     # The step and what is due between steps
 
-    def fit(self) -> None:
+    def fit(self, signals: StopSignals | None = None) -> None:
         """Trains until `max_steps`, or until a signal asks to stop (then `stopped` is True and the state is saved).
 
+        `signals` are the caller's, where it has them in hand already.
         Raises ArithmeticError where the loss or the gradient is not finite, OSError where the last snapshot fails.
         """
-        self._warm_up()
+        if not self._restored:
+            self.restore(None)  # every rank has rank 0's weights, whatever each of them was given
+        if self._compile:
+            self._warm_up()
         distributed.seed_all(mix(self._seed, self.step))
         self._first_step = self.step
         self._watch = _Stopwatch(self.step)
         try:
-            with StopSignals() as signals:
+            with nullcontext(signals) if signals else StopSignals() as signals:
                 while self._due_before_step():
                     self._control.start(
                         stop=signals.wanted, save=self._is_save_overdue(), broken=int(self._broken_seen) >= 0
                     )
                     self._update()
         finally:
-            self.batches.close()
+            self.close()
 
     def _update(self) -> None:
         """One optimizer step, in execution order."""
@@ -170,7 +188,7 @@ class Trainer:
             with self.reduction.cell(last=cell == self.share[-1]):
                 with self._autocast():
                     _, loss = self.reduction.module(idx, targets)
-                self.scaler.scale(loss * self.reduction.weight).backward()
+                self.scaler.scale(loss * self.reduction.loss_weight).backward()
             self.reduction.add(loss)
         self._loss = self.reduction.finish(with_loss=self._is_log_due(self.step + 1))
         self.scaler.unscale_(self.optimizer)
@@ -186,14 +204,17 @@ class Trainer:
         flags = self._control.read()
         if flags["broken"]:
             self._report_broken()
-        self.stopped = flags["stop"] > 0
         end = self.step >= self.max_steps
+        self.stopped = flags["stop"] > 0 and not end
+        row: dict[str, float] = {}
         if self.step > self._first_step and self._is_log_due(self.step):
-            self._log()
+            row = self._log()
         with self._watch.paused():
             improved = False
             if self.validation and (end or self._is_eval_due()) and not self.stopped:
-                improved = self._evaluate()
+                improved = self._evaluate(row)
+            if row:
+                self.metrics.row(self.step, row)
             if self._sample and (end or self._is_due(self._sample_interval, self.step)) and not self.stopped:
                 self._show_sample()
             if end or self.stopped or improved or flags["save"] or self._is_due(self._save_interval, self.step):
@@ -218,15 +239,13 @@ class Trainer:
         return torch.autocast(self.world.device.type, self._dtype, enabled=self._dtype != torch.float32)
 
     def _guard(self) -> None:
-        """Lets an update with a non-finite gradient change nothing, without waiting for the device to know of it.
-
-        A GradScaler does this itself, and for it such updates are normal.
-        """
-        if self.scaler.is_enabled():
-            return
+        """Lets an update with a non-finite gradient change nothing, without waiting for the device to know of it."""
         bad = ~torch.isfinite(self._grad_norm)
-        self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # the fused kernels skip where it is 1
-        self._broken = torch.where(bad & (self._broken < 0), self.step, self._broken)
+        if not self.scaler.is_enabled():  # a GradScaler does this itself
+            self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # the fused kernels skip where it is 1
+        self._bad_in_a_row = (self._bad_in_a_row + 1) * bad
+        too_many = (self._bad_in_a_row > self._bad_allowed) & (self._broken < 0)
+        self._broken = torch.where(too_many, self.step, self._broken)
         self._broken_seen.copy_(self._broken, non_blocking=True)
 
     def _report_broken(self) -> None:
@@ -250,14 +269,12 @@ class Trainer:
         return FastReduction(self.model, self.world, self.grid.cells, idle)
 
     def _warm_up(self) -> None:
-        """Compiles, where asked to, by one cell without collectives; all ranks fall back if one cannot."""
-        if not self._compile:
-            return
+        """Compiles by one cell without collectives; all ranks fall back if one cannot."""
         log.info("compiling the model: the first cell takes up to some minutes")
         self.model.compile()  # in place, so that names stay clean
         failed = torch.zeros(1, dtype=torch.int64)
+        idx, targets = self.batches.cells(self.step, range(1))[0]
         try:
-            idx, targets = self.batches.cells(self.step, range(1))[0]
             with self.reduction.cell(last=self.world.world_size == 1), self._autocast():
                 _, loss = self.reduction.module(idx, targets)
                 loss.backward()
@@ -270,12 +287,16 @@ class Trainer:
         if int(failed):
             log.info("going on without compiling, on every rank")
             self.model._compiled_call_impl = None
+        if self._restored_compiled not in (None, not int(failed)) and isinstance(self.reduction, ExactReduction):
+            log.warning("warning: compiled and plain training differ in bits, and this run changes between them here")
+        self.compiled = not int(failed)
 
     # What is due
 
-    def _log(self) -> None:
+    def _log(self) -> dict[str, float]:
+        """Tells of the last update on the console, and gives its row; on rank 0 alone, who waits for the device."""
         if not self.world.is_main:
-            return
+            return {}
         assert self._loss is not None, "it is summed in every step whose row is due"
         loss, norm = float(self._loss), float(self._grad_norm)
         lr = learning_rate_at(self.step - 1, **self._schedule)  # of the update that this row is about
@@ -286,34 +307,31 @@ class Trainer:
             "step %*d/%d  loss %.4f  lr %.2e  norm %.2f  %9s tokens/s  left %s",
             len(str(self.max_steps)), self.step, self.max_steps, loss, lr, norm, f"{rate:,.0f}", duration(left),
         )  # fmt: skip
-        self.metrics.row(
-            self.step,
-            {
-                "train/loss": loss,
-                "train/lr": lr,
-                "train/grad_norm": norm,
-                "perf/tokens_per_second": rate,
-                "perf/step_seconds": seconds / steps,
-                "data/samples_seen": self.grid.samples_seen(self.step),
-                "data/epoch": self.grid.epoch(self.step),
-                "elastic/world_size": self.world.world_size,
-                "elastic/generation": self._generation,
-            },
-        )
         before = self._replayed.get(self.step)
         if before is not None and before != loss and isinstance(self.reduction, ExactReduction):
             log.warning("step %d is not what it was before the restart: loss %r, then %r", self.step, before, loss)
+        return {
+            "train/loss": loss,
+            "train/lr": lr,
+            "train/grad_norm": norm,
+            "perf/tokens_per_second": rate,
+            "perf/step_seconds": seconds / steps,
+            "data/samples_seen": self.grid.samples_seen(self.step),
+            "data/epoch": self.grid.epoch(self.step),
+            "elastic/world_size": self.world.world_size,
+            "elastic/generation": self._generation,
+        }
 
-    def _evaluate(self) -> bool:
-        """Evaluates the weights at `step`, once; whether they are the best so far."""
+    def _evaluate(self, row: dict[str, float]) -> bool:
+        """Evaluates the weights at `step`, once, into `row`; whether they are the best so far, and worth keeping."""
         if self.evaluated_step == self.step:
             return False
         self.val_loss, self.evaluated_step = self.evaluate(), self.step
-        improved = self.best_val_loss is None or self.val_loss < self.best_val_loss
+        improved = math.isfinite(self.val_loss) and self.val_loss < (self.best_val_loss or math.inf)
         if improved:
             self.best_val_loss = self.val_loss
         log.info("step %d  val loss %.4f%s", self.step, self.val_loss, "  (best so far)" if improved else "")
-        self.metrics.row(self.step, {"val/loss": self.val_loss})
+        row["val/loss"] = self.val_loss
         return improved and self.step > 0
 
     @torch.inference_mode()
@@ -322,20 +340,24 @@ class Trainer:
         assert self.validation is not None
         was_training = self.model.training
         self.model.eval()
-        sums = torch.zeros(2, len(self.validation), dtype=torch.float64, device=self.world.device)  # loss, targets
+        means = torch.zeros(len(self.validation), device=self.world.device)
+        counts = torch.zeros(len(self.validation), dtype=torch.float64)
         for i in share(self.world.rank, self.world.world_size, len(self.validation)):
             idx, targets = self.validation.cell(i, self.world.device)
             with self._autocast():
                 _, loss = self.model(idx, targets)
-            sums[0, i], sums[1, i] = loss.double() * targets.numel(), targets.numel()
+            means[i], counts[i] = loss, targets.numel()
         self.model.train(was_training)
+        sums = torch.stack([means.cpu().double() * counts, counts])  # one wait for the device; MPS has no float64
         distributed.all_reduce_sum(sums, self.world)
         losses, targets_seen = sums.tolist()
-        return float(
-            math.fsum(losses) / sum(targets_seen)
-        )  # fsum has no order: the same bits, whoever computed which cell
+        # fsum has no order: the same bits, whoever computed which cell.
+        return float(math.fsum(losses) / sum(targets_seen))
 
     def _show_sample(self) -> None:
+        if self.sampled_step == self.step:
+            return
+        self.sampled_step = self.step
         if self.world.is_main and self._sample:
             text = self._sample()
             log.info("--- sample at step %d ---\n%s\n---", self.step, text)
@@ -385,6 +407,8 @@ class Trainer:
             "val_loss": self.val_loss if self.evaluated_step == self.step else None,
             "best_val_loss": self.best_val_loss,
             "evaluated_step": self.evaluated_step,
+            "sampled_step": self.sampled_step,
+            "compiled": self.compiled,
             "scaler": self.scaler.state_dict(),
             "torch": torch.__version__,
         }
@@ -406,10 +430,13 @@ class Trainer:
             distributed.broadcast(tensor, self.world)  # tensor by tensor: no rank holds a second copy of the state
         restore_rng(live, self.world.device)
         if state is not None:
-            self.step, self.evaluated_step = state["step"], state["evaluated_step"]
+            self.step = state["step"]
+            self.evaluated_step, self.sampled_step = state["evaluated_step"], state["sampled_step"]
+            self._restored_compiled = state["compiled"]
             self.val_loss, self.best_val_loss = state["val_loss"], state["best_val_loss"]
             if state["scaler"] and self.scaler.is_enabled():
                 self.scaler.load_state_dict(state["scaler"])
+        self._restored = True
         self.last_manifest = manifest
         self._replayed = dict(replayed or {})
 
@@ -421,13 +448,16 @@ class Trainer:
         ours = {name: list(t.shape) for name, t in live.items() if not name.startswith("rng.")}
         strange = sorted(name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name))
         if strange:
-            raise ValueError(f"the snapshot does not fit this model and optimizer: {', '.join(strange[:3])} ... differ")
-        keys = ("step", "evaluated_step", "val_loss", "best_val_loss", "scaler")
+            raise ValueError(
+                f"the snapshot does not fit this model and optimizer: {len(strange)} tensors differ, {strange[0]} first"
+            )
+        keys = ("step", "evaluated_step", "sampled_step", "compiled", "val_loss", "best_val_loss", "scaler")
         return {key: image.metadata[key] for key in keys}
 
     def close(self) -> None:
-        """Drops DDP before the process group goes: alive at exit, gloo's threads abort the interpreter."""
-        del self.reduction
+        """Ends the reading thread and drops DDP, which must go before the process group: at exit gloo aborts else."""
+        self.batches.close()
+        self.__dict__.pop("reduction", None)
         gc.collect()
 
 

@@ -49,7 +49,7 @@ def _rank(
 
 
 def in_world(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-    """What `function(*args)` gives on each of `world_size` ranks, or the text of what it raised there.
+    """What `function(*args)` gives on each of `world_size` ranks; AssertionError with the text of what it raised there.
 
     Each is a process of its own with torchrun's environment; `function` is importable from its module.
     """
@@ -61,18 +61,20 @@ def in_world(world_size: int, function: Callable[..., Any], *args: Any, timeout:
         process.start()
         theirs.close()
         ranks.append((process, ours))
-    results = []
+    answers = []
     try:
         for _, pipe in ranks:
             assert pipe.poll(timeout), "a rank gave no answer in time"
-            results.append(pipe.recv()[1])
+            answers.append(pipe.recv())
         for process, _ in ranks:
             process.join(timeout)
             assert process.exitcode == 0
     finally:
         for process, _ in ranks:
             process.kill()
-    return results
+    raised = [f"rank {rank}: {error}" for rank, (fine, error) in enumerate(answers) if not fine]
+    assert not raised, "\n".join(raised)
+    return [result for _, result in answers]
 
 
 class Runs:

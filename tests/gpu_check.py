@@ -1,7 +1,7 @@
 """What only a GPU can show, in under five minutes: `make gpu-check`. Ends with a table; exit code 1 if a row failed.
 
 Trains, kills, resumes and samples a small model and one of GPT-2's size on CUDA in bfloat16, compiled and not, and runs
-exact reduction twice for one hash. Where there is no CUDA device it says that it was skipped.
+exact reduction twice for one hash; on two GPUs, where there are two, over NCCL. Without CUDA it says that it skipped.
 """
 
 import json
@@ -9,12 +9,18 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ImportError as error:
+    print(f"gpu-check: SKIPPED, {sys.executable} has no torch ({error}); nothing was checked")
+    sys.exit(0)
 
 ROOT = Path(__file__).parent.parent
+LIMIT = 120  # seconds for one run; what takes longer hangs
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}  # bfloat16, dense, FLOP/s
 
 SMALL = ["configs/smoke.yaml", "--data.path={text}", "--train.max_steps=60", "--snapshot.save_interval=20"]
@@ -25,22 +31,29 @@ GPT2 = [
 ]  # fmt: skip
 
 
-def run(folder: Path, name: str, *overrides: str, kill_at: int = 0, code: int = 0) -> str:
-    """One run of train_gpt.py on CUDA in bfloat16; killed with SIGKILL once step `kill_at` is logged, where given."""
+def run(folder: Path, name: str, *overrides: str, kill_at: int = 0, gpus: int = 1) -> str:
+    """One run of train_gpt.py on CUDA; killed with SIGKILL once step `kill_at` is logged, where given."""
     options = [option.format(text=folder / "text.txt") for option in overrides]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"] if gpus > 1 else []
+    command = [sys.executable, *launcher, "train_gpt.py", *options]
+    started, said = time.monotonic(), []
     process = subprocess.Popen(
-        [sys.executable, "train_gpt.py", *options, "--device=cuda", f"--out_dir={folder / name}", f"--name={name}"],
+        [*command, "--device=cuda", f"--out_dir={folder / name}", f"--name={name}"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    said = []
+    hung = threading.Timer(LIMIT, process.kill)
+    hung.start()
     assert process.stdout is not None
     for line in process.stdout:
         said.append(line)
         step = re.match(r"step +(\d+)/", line)
         if kill_at and step and int(step[1]) >= kill_at:
             process.kill()
+    code = process.wait()
+    hung.cancel()
     output = "".join(said)
-    assert process.wait() == (-9 if kill_at else code), f"{name} ended with {process.returncode}:\n{output[-3000:]}"
+    assert time.monotonic() - started < LIMIT, f"{name} was killed after {LIMIT} s:\n{output[-3000:]}"
+    assert code == (-9 if kill_at else 0), f"{name} ended with {code}:\n{output[-3000:]}"
     return output
 
 
@@ -48,11 +61,18 @@ def sums(output: str) -> list[str]:
     return re.findall(r"_sha256 +([0-9a-f]{64})", output)
 
 
-def speed(folder: Path, name: str) -> str:
-    """Median tokens/s of the rows after the first two, and the share of the device's peak."""
+def rows(folder: Path, name: str) -> list[dict[str, float]]:
+    """What a run logged of its updates."""
     lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rates = [row["perf/tokens_per_second"] for row in map(json.loads, lines) if "perf/tokens_per_second" in row][2:]
-    rate = sorted(rates)[len(rates) // 2]
+    return [row for row in map(json.loads, lines) if "train/loss" in row]
+
+
+def speed(folder: Path, name: str) -> str:
+    """Median tokens/s of the rows after the first two; of GPT-2 also the share of the device's peak."""
+    rates = sorted(row["perf/tokens_per_second"] for row in rows(folder, name)[2:])
+    rate = rates[len(rates) // 2]
+    if "small" in name:
+        return f"{rate:,.0f} tokens/s"
     from mingpt.model import GPT, PRESETS, GPTConfig
 
     with torch.device("meta"):
@@ -77,7 +97,7 @@ def killed_and_resumed(folder: Path, name: str, settings: list[str], kill_at: in
 def sampled(folder: Path, name: str) -> str:
     command = [sys.executable, "-m", "mingpt.sample", str(folder / name), "--max-new-tokens=200", "--device=cuda"]
     started = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=LIMIT)
     return f"{len(done.stdout)} characters in {time.monotonic() - started:.1f} s, start included"
 
 
@@ -85,6 +105,20 @@ def trained(folder: Path, name: str, *settings: str) -> str:
     output = run(folder, name, *settings, "--dtype=bfloat16")
     assert "does not work here" not in output, output[-2000:]
     return speed(folder, name)
+
+
+def on_two_gpus(folder: Path) -> str:
+    """Over NCCL: fast reduction (DDP) to the same losses within tolerance, exact reduction to the same hash."""
+    if torch.cuda.device_count() < 2:
+        return "skipped: one GPU"
+    run(folder, "small-ddp", *SMALL, "--dtype=float32", gpus=2)
+    run(folder, "small-alone", *SMALL, "--dtype=float32")
+    pairs = zip(rows(folder, "small-ddp"), rows(folder, "small-alone"), strict=True)
+    apart = max(abs(two["train/loss"] / one["train/loss"] - 1) for two, one in pairs)
+    assert apart < 1e-3, f"the losses differ by {apart:.1e}"
+    exact = [*SMALL, "--train.reduction=exact", "--dtype=bfloat16"]
+    assert sums(run(folder, "small-two", *exact, gpus=2)) == sums(run(folder, "small-one", *exact)), "the hashes differ"
+    return f"losses differ by {apart:.1e} at most, exact hashes do not"
 
 
 def main() -> int:
@@ -100,6 +134,9 @@ def main() -> int:
         (folder / "text.txt").write_text("".join(line[i % 70 :] for i in range(20000)), encoding="utf-8")
         checks = {
             "small: exact, kill -9, resume": lambda: killed_and_resumed(folder, "small", SMALL, 33),
+            "small: fast": lambda: trained(folder, "small-fast", *SMALL),
+            "small: fast, compiled": lambda: trained(folder, "small-compiled", *SMALL, "--compile=true"),
+            "small: two GPUs, NCCL": lambda: on_two_gpus(folder),
             "small: sample": lambda: sampled(folder, "small-killed"),
             "gpt2: exact, kill -9, resume": lambda: killed_and_resumed(folder, "gpt2", GPT2, 30),
             "gpt2: sample": lambda: sampled(folder, "gpt2-killed"),
@@ -111,10 +148,10 @@ def main() -> int:
             started = time.monotonic()
             try:
                 result = check()
-            except (AssertionError, subprocess.CalledProcessError) as error:
+            except (AssertionError, subprocess.SubprocessError) as error:
                 result, failed = f"FAILED: {error}", failed + 1
             print(f"{name:32} {time.monotonic() - started:6.1f} s  {result}", flush=True)
-    print(f"gpu-check: {len(checks) - failed} passed, {failed} failed")
+    print(f"gpu-check: {len(checks) - failed} passed or skipped, {failed} failed")
     return int(failed > 0)
 
 

@@ -2,7 +2,11 @@
 
 import dataclasses
 import inspect
+import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -117,7 +121,14 @@ def test_places_follow_the_name(load: Load) -> None:
     assert load("--name=x").run_dir == Path("runs/x")
     assert load("--name=x").snapshot_uri == "runs/x/snapshots"
     assert load("--out_dir=o").snapshot_uri == "o/snapshots"
-    assert load("--snapshot.uri=s3://b/x", "--out_dir=o").snapshot_uri == "s3://b/x"
+    assert load("--snapshot.uri=file:///b/x", "--out_dir=o").snapshot_uri == "file:///b/x"
+
+
+def test_the_home_folder_is_expanded(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load("--out_dir=~/o")
+    assert (config.out_dir, config.run_dir) == ("~/o", Path("/home/me/o"))
+    assert config.snapshot_uri == "/home/me/o/snapshots"
 
 
 # Types
@@ -137,7 +148,7 @@ def test_places_follow_the_name(load: Load) -> None:
         ("compile", "true", True),
         ("compile", "false", False),
         ("snapshot.uri", "null", None),
-        ("snapshot.uri", "s3://bucket/a b", "s3://bucket/a b"),
+        ("snapshot.uri", "file:///bucket/a b", "file:///bucket/a b"),
         ("dtype", "bfloat16", "bfloat16"),
     ],
 )
@@ -174,7 +185,14 @@ def test_values_have_their_settings_types(load: Load, name: str, text: str, valu
         ("device", "gpu", "text (auto, cpu, cuda, cuda:N or mps)"),
         ("name", "a/b", "text (a folder's name, a path goes to out_dir)"),
         ("name", "..", "text (a folder's name, a path goes to out_dir)"),
-        ("out_dir", "''", "text (not empty) or null"),
+        ("out_dir", "''", "text (a local folder's path) or null"),
+        ("out_dir", "s3://bucket/x", "text (a local folder's path) or null"),
+        ("out_dir", "file:///x", "text (a local folder's path) or null"),
+        (
+            "snapshot.uri",
+            "s3://bucket/x",
+            "text (a local folder's path or file:// URI, no remote one) or null",
+        ),
     ],
 )
 def test_other_types_and_ranges_are_refused(problems: Problems, name: str, text: str, expected: str) -> None:
@@ -338,11 +356,11 @@ def test_all_problems_are_told_at_once(problems: Problems) -> None:
         ),
         (
             ["--train.reduction=exact", "--dtype=float16"],
-            "train.reduction='exact', dtype='float16': float16 is never exact; take bfloat16",
+            "train.reduction='exact', dtype='float16': exact reduction does not support float16; take bfloat16",
         ),
         (
             ["--train.reduction=exact", "--device=mps"],
-            "train.reduction='exact', device='mps': mps is never exact; take device=cpu or reduction=fast",
+            "train.reduction='exact', device='mps': exact reduction does not support mps; take device=cpu",
         ),
         (
             ["--optim.min_lr=1"],
@@ -392,22 +410,37 @@ def test_an_immense_number_is_told_at_once(problems: Problems) -> None:
 # Help, printing, and back
 
 
-def test_help_names_every_setting_and_its_meaning(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_setting_and_its_meaning(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mingpt")
     with pytest.raises(SystemExit) as left:
         load("--seed=wrong", "--help")
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(caplog.messages[0].split())
     assert left.value.code == 0
     for name, comment in comments().items():
         assert f"--{name} " in text
         assert comment in text
 
 
-def test_print_config_prints_what_loads_back(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_prints_what_loads_back(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mingpt")
     argv = ["--seed=3", "--model.preset=null", "--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8"]
     with pytest.raises(SystemExit) as left:
         load(*argv, "--print_config")
     assert left.value.code == 0
-    assert load(text=capsys.readouterr().out) == load(*argv)
+    assert load(text=caplog.messages[0]) == load(*argv)
+
+
+@pytest.mark.parametrize("argument", ["--help", "--print_config"])
+def test_of_several_ranks_one_prints(argument: str) -> None:
+    def printed(rank: int) -> str:
+        command = [sys.executable, "train_gpt.py", argument]
+        environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"}
+        return subprocess.run(
+            command, cwd=CONFIGS.parent, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert "max_steps" in printed(0)
+    assert printed(1) == ""
 
 
 names = st.text(min_size=1).filter(module._LIMITS["a folder's name, a path goes to out_dir"])
@@ -418,7 +451,7 @@ names = st.text(min_size=1).filter(module._LIMITS["a folder's name, a path goes 
     name=names | st.sampled_from(["1e-3", "1E5", "null", "true", "3", "2024-01-01", "a: b", "# a", "naïve"]),
     seed=st.integers(0, 2**63 - 1),
     learning_rate=st.floats(1e-300, 1e300),
-    uri=st.none() | st.sampled_from(["~", "#", "null"]) | st.text(min_size=1),
+    uri=st.none() | st.sampled_from(["~", "#", "null"]) | st.text(min_size=1).filter(lambda uri: "://" not in uri),
 )
 def test_every_description_loads_back_equal(
     tmp_path_factory: pytest.TempPathFactory, name: str, seed: int, learning_rate: float, uri: str | None

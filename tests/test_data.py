@@ -1,5 +1,6 @@
 """The grid's promises at any world size, token files, and one prepared file for every way in."""
 
+import io
 import logging
 import math
 import multiprocessing
@@ -20,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mingpt import data
+from mingpt import data, storage
 from mingpt.data import Batches, Grid, Validation, mix, open_corpus, open_tokens, permute, share, split_point
 from mingpt.tokenizer import CharTokenizer
 
@@ -125,8 +126,6 @@ def test_the_shares_of_all_ranks_join_to_the_global_batch(grid: Grid, world_size
     shares = [share(rank, world_size, grid.cells) for rank in range(world_size)]
     assert [cell for cells in shares for cell in cells] == list(range(grid.cells))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    joined = np.concatenate([grid.starts(step, cell) for cells in shares for cell in cells])
-    assert joined.tolist() == grid.starts(step).tolist()
 
 
 def test_a_batch_across_epochs_uses_the_offset_of_each() -> None:
@@ -192,8 +191,9 @@ def batches(grid: Grid) -> Iterator[Batches]:
 
 
 def test_cells_are_the_windows_of_the_grid(batches: Batches, grid: Grid) -> None:
-    for cell, (idx, targets) in enumerate(batches.cells(4, range(grid.cells))):
-        starts = torch.from_numpy(grid.starts(4, cell))
+    cells = batches.cells(4, range(grid.cells))
+    assert len(cells) == 4
+    for starts, (idx, targets) in zip(torch.from_numpy(grid.starts(4)).split(3), cells, strict=True):
         assert torch.equal(idx, starts[:, None] + torch.arange(7)) and torch.equal(targets, idx + 1)
         assert idx.dtype == targets.dtype == torch.int64 and idx.is_contiguous() and targets.is_contiguous()
 
@@ -204,8 +204,8 @@ def test_cells_do_not_depend_on_what_was_read_ahead(asked: list[tuple[int, int, 
     grid = Grid(300, 7, 12, 3, seed=3)
     batches = Batches(numbers(300), grid, CPU)
     for step, start, stop in asked:
-        idx = [idx for idx, _ in batches.cells(step, range(start, stop))]
-        assert [x[:, 0].tolist() for x in idx] == [grid.starts(step, cell).tolist() for cell in range(start, stop)]
+        first = [x for idx, _ in batches.cells(step, range(start, stop)) for x in idx[:, 0].tolist()]
+        assert first == grid.starts(step)[start * 3 : stop * 3].tolist()
     batches.close()
 
 
@@ -337,6 +337,16 @@ def test_a_newer_token_file_is_told_from_a_damaged_one(token_file: Path) -> None
         open_tokens(token_file)
 
 
+@pytest.mark.parametrize(
+    ("sound", "damaged"),
+    [(b"{", b"\xff"), (b'"count"', b'"cuont"'), (b'"uint16"', b'"uint61"'), (b'"count": 3', b'"count": x')],
+)
+def test_a_damaged_header_is_told_in_one_line(token_file: Path, sound: bytes, damaged: bytes) -> None:
+    token_file.write_bytes(token_file.read_bytes().replace(sound, damaged, 1))
+    with pytest.raises(ValueError, match="has a damaged header; delete it and prepare it again$"):
+        open_tokens(token_file)
+
+
 def test_an_error_while_writing_leaves_the_old_file(token_file: Path) -> None:
     before = token_file.read_bytes()
 
@@ -414,6 +424,24 @@ def test_a_mark_and_the_vocabulary_are_told(tmp_path: Path, caplog: pytest.LogCa
     assert r"3 symbols: '\na\xe9'" in caplog.messages
 
 
+@pytest.mark.parametrize(("uri", "size"), [("{folder}/x.txt", " of 8 MB, 6 s left"), ("memory://folder/x.txt", "")])
+def test_a_long_text_tells_how_far_it_is(
+    tmp_path: Path, uri: str, size: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = b"a" * 8_000_000
+    (tmp_path / "x.txt").write_bytes(raw)
+    fsspec.filesystem("memory").pipe("/folder/x.txt", raw)
+    monkeypatch.setattr(data, "_CHUNK", 1_000_000)
+    if not size:  # a driver that does not know it
+        monkeypatch.setattr(storage, "open_read", lambda uri: io.BufferedReader(io.BytesIO(raw)))  # type: ignore[arg-type]
+    caplog.set_level(logging.INFO, "mingpt")
+    clock = iter(range(0, 100, 2))
+    list(data.read_text(uri.format(folder=tmp_path), clock=lambda: next(clock)))
+    first = "reading 1 of 2: 3 MB, 0.5 MB/s"
+    assert caplog.messages[0] == (f"reading 1 of 2: 3{size.replace('6 s', '10 s')}, 0.5 MB/s" if size else first)
+    assert len(caplog.messages) == 3  # every third of nine looks at the clock
+
+
 # --- preparing once ---------------------------------------------------------------------------------------------------
 
 
@@ -446,6 +474,16 @@ def test_a_text_is_prepared_again_when_it_changes_only(tmp_path: Path, preparati
     assert corpus(text, b"other") == "other"
     assert len(preparations) == 2
     assert len(list((tmp_path / ".mingpt-cache").glob("*.tokens"))) == 1  # the first one's is not kept
+
+
+def test_any_name_makes_a_file_name_and_none_takes_anothers_place(tmp_path: Path, preparations: list[str]) -> None:
+    texts = [tmp_path / f"{char * 80}.txt" for char in "\u6f22\u5b57"]  # of 244 bytes each; 255 is the most
+    for text in texts:
+        assert corpus(text, text.name[0].encode()) == text.name[0]
+    for text in texts:
+        open_corpus(str(text), "char")
+    assert len(preparations) == 2
+    assert all(path.name.isascii() for path in (tmp_path / ".mingpt-cache").iterdir())
 
 
 def test_a_prepared_text_takes_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,7 +530,7 @@ def test_a_text_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.rglob("*.tokens"))
 
 
-@pytest.mark.parametrize(("path", "message"), [("x.txt", "No such file"), ("", "neither input.txt nor prepare.py")])
+@pytest.mark.parametrize(("path", "message"), [("x.txt", "does not exist"), ("", "neither input.txt nor prepare.py")])
 def test_what_is_not_there(tmp_path: Path, path: str, message: str) -> None:
     with pytest.raises(FileNotFoundError, match=message):
         open_corpus(str(tmp_path / path), "char")

@@ -95,7 +95,7 @@ def reduce_cells(kind: str, values: list[float]) -> tuple[float, float | None, s
     for k, value in enumerate(mine):
         with reduction.cell(last=k == len(mine) - 1):
             loss = reduction.module(torch.tensor([value]))
-            (loss * reduction.weight).backward()
+            (loss * reduction.loss_weight).backward()
         reduction.add(loss)
     mean = reduction.finish(with_loss=True)
     assert model.w.grad is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, Runs, read_until_step, text
+from conftest import ROOT, Runs, free_port, read_until_step, text
 
 
 def sums(output: str) -> tuple[str, str]:
@@ -29,6 +29,7 @@ def test_a_run_ends_by_naming_everything_and_running_it_again_says_so(runs: Runs
     for needed in ("tokens/s", "left 0:00", "--- sample at step 40", "metrics.jsonl", "mingpt.sample runs/small"):
         assert needed in output
     assert [row["step"] for row in runs.rows() if "val/loss" in row] == [0, 20, 40]
+    assert len([row for row in runs.rows() if row["step"] == 20]) == 1, "the last row of a step wins: one holds all"
     assert {"run.json", "config.yaml", "metrics.jsonl", "snapshots"} == set(os.listdir(runs.folder / "runs/small"))
 
     again = runs()
@@ -98,7 +99,7 @@ def test_torchrun_in_fast_mode_is_the_single_process_within_tolerance(runs: Runs
 
 def test_ranks_without_cells_are_told_how_to_be_of_use(runs: Runs) -> None:
     output = runs("--train.micro_batch_size=6", "--train.max_steps=12", ranks=3, launcher="torchrun")
-    assert "1 of 3 ranks have nothing to do; train.micro_batch_size=4 would use 3" in output
+    assert output.count("1 of 3 ranks have nothing to do; train.micro_batch_size=4 makes 3 cells for them") == 1
 
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
@@ -190,6 +191,9 @@ def test_a_snapshot_of_another_text_is_refused(runs: Runs) -> None:
     runs("--train.max_steps=12")
     (runs.folder / "text.txt").write_text(text(7000), encoding="utf-8")
     assert "data.fingerprint was" in refused(runs, "--train.max_steps=20")
+    (runs.folder / "text.txt").write_text(text(7000).replace("q", "é"), encoding="utf-8")
+    assert "'q' are missing here, '\\xe9' are new" in refused(runs, "--train.max_steps=20")
+    assert "'q' are missing here" in refused(runs, "--name=tuned", "--snapshot.init_from=runs/small")
 
 
 def test_fine_tuning_starts_from_the_weights_alone(runs: Runs) -> None:
@@ -208,25 +212,39 @@ def test_unreadable_snapshots_are_not_a_fresh_start(runs: Runs) -> None:
     for path in folder.glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     output = runs("--train.max_steps=20", expect=2)
-    assert "none can be used" in output
+    assert "none is a valid one" in output
     assert "NOT USED" in output
     shutil.rmtree(folder)
     assert "starting at step 0" in runs("--train.max_steps=12")
 
 
-def test_one_rank_started_by_hand_and_the_old_local_rank_option(runs: Runs) -> None:
-    port = "29999"
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    done = subprocess.run(
-        runs.command("--train.max_steps=6", "--local-rank=0"), cwd=runs.folder, env=environment, capture_output=True,
-        text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_snapshots_elsewhere_are_named_where_they_are(runs: Runs) -> None:
+    output = runs("--snapshot.uri=my snapshots", "--train.max_steps=6", "--train.eval_interval=0")
+    assert "python -m mingpt.sample 'my snapshots'" in output
+    assert list((runs.folder / "my snapshots").glob("*.safetensors"))
+    refusal = refused(runs, "--name=other", "--snapshot.uri=my snapshots", "--seed=2")
+    assert "--name=NEW (and another out_dir or snapshot.uri, where they are set)" in refusal
+
+
+def test_ranks_started_by_hand_and_the_old_local_rank_option(runs: Runs) -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            runs.command("--train.max_steps=6", f"--local-rank={rank}"), cwd=runs.folder, text=True,
+            env=os.environ | place | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert "2 ranks on" in outputs[0]
+    assert outputs[1] == ""
 
 
 def test_compiling_that_fails_falls_back_on_every_rank(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(runs.folder / "cache"))
-    output = runs("--compile=true", "--train.max_steps=6")
-    assert "compile=true does not work here" in output
+    output = runs("--compile=true", "--train.max_steps=6", ranks=2, launcher="torchrun")
+    assert output.count("compile=true does not work here") == 2, "each rank says why"
+    assert output.count("going on without compiling, on every rank") == 1
     assert runs.manifest()["step"] == 6

@@ -196,10 +196,10 @@ def test_two_prompts_are_refused(run: Callable[..., Outcome]) -> None:
 def test_what_is_no_snapshot_is_told_in_one_line(run: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no image", encoding="utf-8")
     (tmp_path / "folder").mkdir()
-    for name, expected in {"missing": 1, "text": 2, "folder": 1}.items():
+    for name, expected in {"missing": 2, "text": 2, "folder": 2}.items():
         code, out, err = run(snapshot=tmp_path / name)
         assert (code, out) == (expected, "") and err.count("\n") == 1 and str(tmp_path / name) in err
-    assert run(f"--prompt-file={tmp_path / 'missing'}")[0] == 1
+    assert run(f"--prompt-file={tmp_path / 'missing'}")[0] == 2
 
 
 def test_damaged_weights_are_told_in_one_line(run: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -91,11 +91,61 @@ def test_none_valid_is_not_none_there(tmp_path: Path) -> None:
     assert Snapshots(tmp_path, "us").newest() is None
     save(tmp_path, 1)
     read_manifests(tmp_path)[0].image_path.write_bytes(b"")
-    with pytest.raises(ValueError, match="none can be used"):
+    with pytest.raises(ValueError, match="none is a valid one"):
         Snapshots(tmp_path, "us").newest()
     read_manifests(tmp_path)[0].path.write_text("[]")
-    with pytest.raises(ValueError, match="none can be used"):
+    with pytest.raises(ValueError, match="none is a valid one"):
         Snapshots(tmp_path, "us").newest()
+
+
+def test_what_cannot_be_read_is_not_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, 2)
+    reader = "mingpt.snapshot._read_verified"
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, lambda manifest: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(OSError, match="Input/output"):  # and not the older one in its place
+            Snapshots(tmp_path, "us").newest()
+
+    def refuse(path: object) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("mingpt.snapshot.os.listdir", refuse)
+    for look in (lambda: Snapshots(tmp_path, "us").newest(), lambda: open_run(tmp_path / "out", tmp_path)):
+        with pytest.raises(PermissionError):
+            look()
+
+
+def test_a_disk_that_gives_back_other_bytes_is_an_error_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(path: Path, chunks: list[memoryview]) -> None:
+        path.write_bytes(b"".join(chunks)[:-1] + b"?")
+
+    monkeypatch.setattr(storage, "replace_file", damage)
+    with pytest.raises(OSError, match="sha256 differs.*check the disk"):
+        save(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_removed_does_not_undo_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    save(tmp_path, 2, keep_last=1)
+    assert "not removed" in caplog.text
+    assert kept(tmp_path) == [1, 2]
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    ours = Snapshots(tmp_path, "us", keep_last=1)
+    for step, loss in [(1, float("nan")), (2, 1.0), (3, 2.0), (4, 3.0)]:
+        ours.save(image(step), step=step, generation=1, facts={"val_loss": loss})
+    assert kept(tmp_path) == [2, 4]
 
 
 def test_retention_keeps_the_last_the_pinned_and_the_best_of_this_run_only(tmp_path: Path) -> None:
@@ -164,6 +214,9 @@ def test_a_run_keeps_its_name_and_counts_its_generations(tmp_path: Path) -> None
     record_run(first, [folder], {})
     with pytest.raises(ValueError, match="different runs"):
         open_run(out, folder)
+    (out / "run.json").write_text("5")
+    with pytest.raises(ValueError, match=r"run\.json names no run"):
+        open_run(out, folder)
     (out / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"run\.json is damaged"):
         open_run(out, folder)
@@ -180,6 +233,7 @@ def test_operational_settings_and_more_steps_may_change_on_resume() -> None:
     now = BASE | {"name": "b", "snapshot.keep_last": 5, "data.path": "y", "train.num_threads": 2}
     assert changes_on_resume(BASE, now, "auto") == {}
     assert changes_on_resume(BASE, BASE | {"train.max_steps": 200}, "auto") == {"train.max_steps": (100, 200)}
+    assert changes_on_resume(BASE | {"train.max_epochs": 1.0}, BASE | {"train.max_epochs": None}, "auto") == {}
 
 
 @pytest.mark.parametrize(
@@ -192,7 +246,7 @@ def test_operational_settings_and_more_steps_may_change_on_resume() -> None:
     ],
 )
 def test_training_settings_change_only_when_it_is_said(key: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{key} was {BASE[key]} .* and is {value} now: .*--name=.*resume=must"):
+    with pytest.raises(ValueError, match=f"{key} was {BASE[key]} .* and is {value} now: .*resume=must.*--name="):
         changes_on_resume(BASE, BASE | {key: value}, "auto")
     assert changes_on_resume(BASE, BASE | {key: value}, "must") == {key: (BASE[key], value)}
 
@@ -203,7 +257,7 @@ def test_what_the_position_counts_in_never_changes(key: str) -> None:
         changes_on_resume(BASE, BASE | {key: "other"}, "must")
 
 
-@pytest.mark.parametrize("key", ["train.micro_batch_size", "train.num_threads", "dtype"])
+@pytest.mark.parametrize("key", ["train.micro_batch_size", "train.num_threads", "dtype", "compile"])
 def test_exact_mode_fixes_what_its_bits_depend_on(key: str) -> None:
     exact = BASE | {"train.reduction": "exact"}
     with pytest.raises(ValueError, match=f"{key} was .* cannot change"):

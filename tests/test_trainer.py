@@ -65,8 +65,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_in_every_bit(reduction: str) -> 
     stopped = trainer(reduction=reduction, metrics=first)
     stopped.max_steps = 13  # in the middle of an epoch (800 tokens: 12.4 steps) and between two evaluations
     stopped.fit()
+    other = gpt()
     torch.manual_seed(99)  # a new process has other generators and other weights
-    resumed = trainer(gpt().apply(lambda module: None), reduction=reduction, metrics=second)
+    for parameter in other.parameters():
+        nn.init.normal_(parameter)
+    resumed = trainer(other, reduction=reduction, metrics=second)
     resumed.restore(state_of(stopped))
     assert resumed.step == 13
     resumed.fit()
@@ -171,7 +174,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_spoils_nothing(reduction
         Broken(lambda idx: next(calls) == 4 * 7 + 2),  # in update 7, in its third cell
         reduction=reduction, snapshots=Snapshots(tmp_path, "us"), save_interval=5, eval_interval=0,
     )  # fmt: skip
-    with pytest.raises(ArithmeticError, match=r"update 7 \(samples 56 to 63\).*step-000000005"):
+    named = r"gpt\.transformer\.wte\.weight, .*the loss" if reduction == "exact" else "some parameter"
+    with pytest.raises(ArithmeticError, match=rf"update 7 \(samples 56 to 63\).* in {named}.*step-000000005"):
         broken.fit()
     assert [manifest.facts["step"] for manifest in read_manifests(tmp_path)] == [5]
     assert all(torch.isfinite(p).all() for p in broken.model.parameters())
@@ -197,6 +201,61 @@ def test_a_signal_stops_after_a_step_with_everything_saved(number: int, tmp_path
     assert 7 < stopping.step <= 9
     assert [manifest.facts["step"] for manifest in read_manifests(tmp_path)] == [stopping.step]
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_before_the_last_step_does_not_leave_its_end_undone(tmp_path: Path) -> None:
+    metrics = Recorder({29: lambda: signal.raise_signal(signal.SIGTERM)})
+    ending = trainer(metrics=metrics, snapshots=Snapshots(tmp_path, "us"))
+    ending.fit()
+    assert ending.step == 30
+    assert not ending.stopped
+    assert "val/loss" in metrics.rows[30]
+
+
+def ranks_with_their_own_weights() -> str:
+    world = distributed.locate("cpu")
+    distributed.connect(world, {}, timeout_seconds=60)
+    model = gpt()
+    with torch.no_grad():
+        model.transformer.wte.weight += world.rank
+    trained = trainer(model, world=world, max_steps=3)
+    trained.fit()
+    distributed.leave()
+    return sha256s(trained._tensors())[0]
+
+
+def test_ranks_start_from_the_same_weights_whatever_each_was_given() -> None:
+    assert len(set(in_world(2, ranks_with_their_own_weights))) == 1
+
+
+def test_float16_that_never_gets_a_finite_gradient_ends() -> None:
+    hopeless = trainer(Broken(lambda idx: True), dtype=torch.float16, eval_interval=0, max_steps=60)
+    with pytest.raises(ArithmeticError, match="update 20 "):
+        hopeless.fit()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16])
+def test_exact_reduction_from_python_refuses_what_it_cannot_do(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="neither float16 nor MPS"):
+        trainer(reduction="exact", dtype=dtype)
+
+
+def test_a_validation_loss_that_is_no_number_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = trainer(max_steps=30)
+    losses = iter([math.nan, 2.0, 1.0, 3.0])
+    monkeypatch.setattr(tested, "evaluate", lambda: next(losses))
+    tested.fit()
+    assert tested.best_val_loss == 1.0
+
+
+def test_a_resume_repeats_no_sample() -> None:
+    said: list[int] = []
+    first = trainer(sample_interval=5, max_steps=10, sample=lambda: str(said.append(0)))
+    first.fit()
+    again = trainer(sample_interval=5, max_steps=12, sample=lambda: str(said.append(1)))
+    again.restore(state_of(first))
+    again.fit()
+    assert said == [0, 0, 1]
 
 
 def test_two_signals_at_once_are_one_wish() -> None:
