@@ -6,7 +6,7 @@
 Exit codes: 0 done; 1 failure; 2 wrong use; 75 stopped on request with everything kept (start again to go on).
 """
 
-from mingpt import distributed  # first: it sets what torch reads when it is loaded
+from mingpt import distributed  # first: it does what cannot wait until torch is loaded
 
 # isort: split
 import hashlib
@@ -46,7 +46,6 @@ def train(argv: Sequence[str]) -> int:
     """One run, from its description to its last snapshot; returns the exit code."""
     config = load_config(argv, DEFAULT_CONFIG, distributed.device_type)
     world = distributed.locate(config.device)
-    distributed.die_with_parent()
     for warning in warnings(config) if world.is_main else ():
         log.warning("warning: %s", warning)
 

@@ -3,19 +3,33 @@
 The only reader of the environment (torchrun's variables, or the same ones set by hand).
 """
 
+import ctypes
 import os
+import signal
+import sys
 
-# Read when torch is loaded, so set before. GNU OpenMP's threads wait for each other by spinning; with any other load on
-# the cores that costs up to 25 times the work (seen: 400 instead of 9,000 tokens/s), a short spin at most 8 % (idle).
+
+def die_with_parent() -> None:
+    """Asks the kernel to end this worker with its agent: an orphan would train on and write into the run. On Linux."""
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+# Both before torch is loaded, which takes seconds in which an agent can die, and reads the spin count.
+die_with_parent()
+# GNU OpenMP's threads wait for each other by spinning; with any other load on the cores that costs up to 25 times the
+# work (seen: 400 instead of 9,000 tokens/s), a short spin at most 8 % (on idle cores).
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
-import ctypes
 import json
 import platform
 import random
-import signal
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -275,17 +289,6 @@ def seed_process(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     seed_all(seed)
-
-
-def die_with_parent() -> None:
-    """Asks the kernel to end this worker with its agent: an orphan would train on and write into the run. On Linux."""
-    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    parent = os.getppid()
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def describe(world: World) -> str:

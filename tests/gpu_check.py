@@ -41,7 +41,8 @@ def run(folder: Path, name: str, *overrides: str, kill_at: int = 0, gpus: int = 
         [*command, "--device=cuda", f"--out_dir={folder / name}", f"--name={name}"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    hung = threading.Timer(LIMIT, process.kill)
+    # torchrun is asked: it then ends its workers, after 30 s by force, and killed it could leave some behind.
+    hung = threading.Timer(LIMIT, process.terminate if launcher else process.kill)
     hung.start()
     assert process.stdout is not None
     for line in process.stdout:
@@ -52,7 +53,7 @@ def run(folder: Path, name: str, *overrides: str, kill_at: int = 0, gpus: int = 
     code = process.wait()
     hung.cancel()
     output = "".join(said)
-    assert time.monotonic() - started < LIMIT, f"{name} was killed after {LIMIT} s:\n{output[-3000:]}"
+    assert time.monotonic() - started < LIMIT, f"{name} was ended after {LIMIT} s:\n{output[-3000:]}"
     assert code == (-9 if kill_at else 0), f"{name} ended with {code}:\n{output[-3000:]}"
     return output
 

@@ -13,9 +13,9 @@ from mingpt.trainer import Trainer
 
 # Only a wanted change of what a run computes may change these; print `ten_steps()` then.
 LOSSES = [
-    2.5703707, 2.5406185, 2.5066619, 2.5148214, 2.4848927, 2.4632582, 2.4037156, 2.4072075, 2.3721527, 2.3666101,
+    2.8080082, 2.8444875, 2.5831661, 2.5739740, 2.5995576, 2.4806165, 2.5328960, 2.4369915, 2.4278009, 2.4082317,
 ]  # fmt: skip
-VAL_LOSS = 2.3625429
+VAL_LOSS = 2.3791508
 
 
 class Book(Metrics):
@@ -31,6 +31,9 @@ def ten_steps() -> tuple[list[float], float]:
     """Losses of ten steps in exact mode, with dropout, over two epochs; and the validation loss of the last weights."""
     torch.manual_seed(1)
     model = GPT(GPTConfig(vocab_size=13, block_size=16, n_layer=2, n_head=2, n_embd=16, dropout=0.1))
+    with torch.no_grad():
+        for matrix in (p for p in model.parameters() if p.ndim == 2):
+            matrix *= 10  # fresh weights are so small that a wrong GELU would not show
     i = np.arange(800)
     tokens = (i * i // 7 % 13).astype(np.uint16)
     book = Book()
