@@ -19,7 +19,7 @@ WORKERS = $(shell $(VENV)/bin/python -c "import os, torch; print(min(4, torch.cu
 train: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc_per_node=$(WORKERS) train_gpt.py \
 		configs/shakespeare_char.yaml $(ARGS)
-	$(VENV)/bin/python -m mingpt.sample $(RUN)
+	$(VENV)/bin/python -m mingpt.sample $(RUN) --max-new-tokens=300
 
 test: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -q $(ARGS)

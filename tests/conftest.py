@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,9 @@ ROOT = Path(__file__).parent.parent
 
 # Few cores: a thread pool in each of several processes makes all of them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that runs the tests in the background ignores SIGINT, and every process started from here would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _context = multiprocessing.get_context("forkserver")  # a warm process that never ran a thread: a rank starts in no time
 _context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "mingpt.trainer"])
