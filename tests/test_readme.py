@@ -87,6 +87,6 @@ def test_every_config(checkout: Path, config: Path) -> None:
 
 
 def test_every_file_is_in_the_tree_and_every_name_there_is_a_file() -> None:
-    (tree,) = (block for block in blocks("") if "train_gpt.py" in block)
+    (tree,) = (block for block in blocks("") if block.startswith("train_gpt.py"))
     named = {Path(name).name for name in re.findall(r"^\s*([\w/]+\.py)", tree, re.M)}
     assert named == {path.name for path in ROOT.glob("mingpt/*.py") if path.stem != "__init__"} | {"train_gpt.py"}
