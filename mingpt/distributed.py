@@ -79,6 +79,9 @@ def locate(device: str = "auto") -> World:
     local_rank, local_world_size = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"RANK={rank} is outside 0 .. WORLD_SIZE-1={world_size - 1}: set both, or use torchrun")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if world_size > 1 and missing:
+        raise ValueError(f"WORLD_SIZE={world_size} needs {', '.join(missing)} in the environment too: use torchrun")
     kind = device_type(device)
     if kind == "cuda":
         count = torch.cuda.device_count()
@@ -156,11 +159,23 @@ def connect(world: World, hello: Mapping[str, object], timeout_seconds: float) -
     """Makes the process group, after all ranks have shown that they describe the same run.
 
     `hello` is compared through the store first, since ranks that differ in device would hang in their first
-    collective. Raises ValueError, the same text on every rank, that names each difference.
+    collective. Raises ValueError, the same text on every rank, that names each difference; ConnectionError where the
+    others do not come in time.
     """
     if world.world_size == 1:
         return
-    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        _connect(world, hello, timedelta(seconds=timeout_seconds))
+    except dist.DistError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConnectionError(
+            f"rank {world.rank} of {world.world_size} did not meet the others at {place} ({reason}): are all of them "
+            "started, with the same address? elastic.timeout_seconds sets how long to wait"
+        ) from error
+
+
+def _connect(world: World, hello: Mapping[str, object], timeout: timedelta) -> None:
     store, _, _ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
     store.set_timeout(timeout)
     mine = {"hostname": socket.gethostname(), **hello}

@@ -12,6 +12,7 @@ from conftest import Runs, read_until_step
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.timeout(1200)
 def test_thirty_clean_exits_in_a_row(runs: Runs) -> None:
     for attempt in range(30):
         output = runs(

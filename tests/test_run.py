@@ -241,6 +241,31 @@ def test_ranks_started_by_hand_and_the_old_local_rank_option(runs: Runs) -> None
     assert outputs[1] == ""
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"RANK": "3"}, "RANK=3 is outside 0 .. WORLD_SIZE-1=0"),
+        ({"RANK": "x"}, "RANK='x', which is no number"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 needs RANK, MASTER_ADDR, MASTER_PORT in the environment too"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1"},
+            "rank 0 of 2 did not meet the others at 127.0.0.1:",
+        ),
+    ],
+)
+def test_worlds_that_cannot_be(runs: Runs, environment: dict[str, str], expected: str) -> None:
+    if len(environment) == 3:
+        environment = environment | {"MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        runs.command("--elastic.timeout_seconds=2"), cwd=runs.folder, env=os.environ | environment,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert expected in line
+    assert done.returncode == (1 if "meet" in expected else 2)
+    assert "Traceback" not in done.stderr
+
+
 def test_compiling_that_fails_falls_back_on_every_rank(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(runs.folder / "cache"))
