@@ -88,7 +88,7 @@ class Snapshots:
             raise OSError(f"{error}: check the disk") from error
         storage.replace_file(path, [json.dumps(content, indent=1).encode()])
         try:
-            self._prune()
+            self._prune(manifest)
         except OSError as error:
             log.warning("older snapshots are not removed: %s", error)
         return manifest
@@ -104,14 +104,16 @@ class Snapshots:
     def clean(self) -> None:
         """Removes what a killed writer of this run left half-done. For the writer alone, before it writes."""
         storage.remove_leftovers(self.folder)
+        if not self.all():
+            return  # images alone may be all that is left of a run
         for path in _listed(self.folder, ".safetensors"):
             if not path.with_suffix(".json").exists() and _is_image_of(path, self.run_id):
                 log.info("removing %s: its save was cut off before the manifest", path)
                 path.unlink(missing_ok=True)
 
-    def _prune(self) -> None:
+    def _prune(self, saved: Manifest) -> None:
         manifests = self.all()
-        keep = manifests[: self._keep_last]
+        keep = [*manifests[: self._keep_last], saved]
         if self._keep_interval:
             keep += [m for m in manifests if m.facts["step"] % self._keep_interval == 0]
         losses = [(float(m.facts["val_loss"]), m) for m in manifests if m.facts.get("val_loss") is not None]
@@ -119,7 +121,7 @@ class Snapshots:
             m for _, m in sorted((pair for pair in losses if math.isfinite(pair[0])), key=lambda pair: pair[0])[:1]
         ]
         for manifest in manifests:
-            if manifest not in keep:
+            if manifest.path not in [kept.path for kept in keep]:
                 # The manifest first: an image without one is no snapshot, and is cleaned up at the next start.
                 manifest.path.unlink(missing_ok=True)
                 manifest.image_path.unlink(missing_ok=True)
