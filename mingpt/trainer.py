@@ -202,9 +202,9 @@ class Trainer:
     def _due_before_step(self) -> bool:
         """Does what is due at `step`; False when the training ends here. In this order a kill anywhere is harmless."""
         flags = self._control.read()
-        if flags["broken"]:
-            self._report_broken()
         end = self.step >= self.max_steps
+        if flags["broken"] or (end and int(self._broken) >= 0):  # the last update's own flag would come too late
+            self._report_broken()
         self.stopped = flags["stop"] > 0 and not end
         row: dict[str, float] = {}
         if self.step > self._first_step and self._is_log_due(self.step):

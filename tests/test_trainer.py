@@ -181,6 +181,17 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_spoils_nothing(reduction
     assert all(torch.isfinite(p).all() for p in broken.model.parameters())
 
 
+def test_a_broken_last_update_is_told_before_anything_is_made_of_it() -> None:
+    said: list[int] = []
+    calls = iter(range(10**6))
+    broken = trainer(
+        Broken(lambda idx: next(calls) == 4 * 4), max_steps=5, eval_interval=0, sample=lambda: str(said.append(1))
+    )
+    with pytest.raises(ArithmeticError, match="update 4 "):
+        broken.fit()
+    assert said == []
+
+
 def test_no_snapshot_is_taken_right_after_a_broken_update(tmp_path: Path) -> None:
     calls = iter(range(10**6))
     broken = trainer(
