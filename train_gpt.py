@@ -11,6 +11,7 @@ from mingpt import distributed  # first: it does what cannot wait until torch is
 # isort: split
 import hashlib
 import logging
+import os
 import shlex
 import sys
 import time
@@ -62,7 +63,16 @@ def train(argv: Sequence[str]) -> int:
     )
     max_steps = config.train.max_steps or grid.steps(config.train.max_epochs or 1)
     distributed.seed_process(mix(config.seed))
-    model = make_model(config, corpus).to(world.device)
+    shape = GPTConfig(
+        vocab_size=corpus.tokenizer.vocab_size,
+        block_size=config.model.block_size,
+        **config.model.shape,
+        dropout=config.model.dropout,
+        bias=config.model.bias,
+        activation_checkpointing=config.model.activation_checkpointing,
+    )
+    check_size(shape, grid, max_steps, world)
+    model = GPT(shape).to(world.device)
     self_check(model, grid, corpus.tokens[n_train:], max_steps, config)
     description = flatten(config) | {f"model.{key}": value for key, value in config.model.shape.items()}
     description |= {
@@ -224,9 +234,8 @@ def open_books(
     out_dir = config.run_dir
 
     def write() -> None:
-        snapshot.record_run(run, [out_dir, snapshots.folder], {"name": config.name, "config": description})
+        snapshots.claim(run, out_dir, {"name": config.name, "config": description})
         storage.replace_file(out_dir / "config.yaml", [to_yaml(config).encode()])
-        snapshots.clean()
 
     distributed.decide(world, write)
     if world.local_rank == 0 and not world.is_main:  # on every node
@@ -240,18 +249,26 @@ def losses_after(step: int, config: Config) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in rows if row.get("step", 0) > step and "train/loss" in row}
 
 
-def make_model(config: Config, corpus: TokenFile) -> GPT:
-    """The GPT that the config describes, for the vocabulary of the corpus."""
-    return GPT(
-        GPTConfig(
-            vocab_size=corpus.tokenizer.vocab_size,
-            block_size=config.model.block_size,
-            **config.model.shape,
-            dropout=config.model.dropout,
-            bias=config.model.bias,
-            activation_checkpointing=config.model.activation_checkpointing,
-        )
-    )
+def check_size(shape: GPTConfig, grid: Grid, max_steps: int, world: World) -> None:
+    """Raises ValueError for what no machine of this kind holds, such as a mistyped power of ten."""
+    memory = distributed.memory_bytes(world.device)
+    mine = memory if world.device.type == "cuda" else memory // world.local_world_size
+    cells = len(share(world.rank, world.world_size, grid.cells))
+    sizes = {
+        # float32 weights, gradients and AdamW's two moments
+        f"a model of {shape.num_parameters:,} parameters (model.n_layer={shape.n_layer}, model.n_embd={shape.n_embd}, "
+        f"model.block_size={shape.block_size})": (16 * shape.num_parameters, mine),
+        # ids and targets as int64, of a step and of the next; also the order of the whole step
+        f"a batch of train.global_batch_size={grid.global_batch_size}": (
+            32 * cells * grid.micro_batch_size * grid.block_size + 64 * grid.global_batch_size,
+            memory // world.local_world_size,
+        ),
+    }
+    for what, (needed, there) in sizes.items():
+        if needed > there:
+            raise ValueError(f"{what} needs {needed / 1e9:,.1f} GB a worker, of {there / 1e9:,.1f} GB: make it smaller")
+    if max_steps >= 2**31:
+        raise ValueError(f"train.max_epochs comes to {max_steps} steps, more than 2**31 - 1: make it smaller")
 
 
 def self_check(model: GPT, grid: Grid, val_tokens: Any, max_steps: int, config: Config) -> None:
@@ -294,7 +311,7 @@ def show_start(
     )  # fmt: skip
     log.info(
         "model %s parameters, %d layers, %d heads, %d wide, block %d, vocabulary %d",
-        f"{model.num_parameters():,}", model.config.n_layer, model.config.n_head, model.config.n_embd,
+        f"{model.config.num_parameters:,}", model.config.n_layer, model.config.n_head, model.config.n_embd,
         model.config.block_size, model.config.vocab_size,
     )  # fmt: skip
     log.info(
@@ -350,7 +367,10 @@ def report(error: Exception, rank: int) -> int:
     """
     if rank:
         time.sleep(3)
-    problems = error.problems if isinstance(error, ConfigError) else [" ".join(str(error).split())]
+    told = str(error)
+    if isinstance(error, OSError) and error.filename:  # the system's own words alone name no way out
+        told = f"{os.fsdecode(error.filename)}: {error.strerror}; see to it, or give another out_dir or snapshot.uri"
+    problems = error.problems if isinstance(error, ConfigError) else [" ".join(told.split())]
     for problem in problems:
         print(f"error: {f'[rank {rank}] ' if rank else ''}{problem}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, ValueError | FileNotFoundError) else 1

@@ -7,7 +7,6 @@ jsonargparse decides whether a value has its setting's type. The comments beside
 import difflib
 import inspect
 import logging
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -24,18 +23,19 @@ log = logging.getLogger(__name__)
 
 Value = bool | int | float | str | None
 
-Count = Annotated[int, "at least 0"]
-Size = Annotated[int, "at least 1"]
-Amount = Annotated[float, "at least 0"]
-Positive = Annotated[float, "above 0"]
+Count = Annotated[int, "from 0 to 2**31 - 1"]
+Size = Annotated[int, "from 1 to 2**31 - 1"]
+Amount = Annotated[float, "from 0 to 1e9"]
+Positive = Annotated[float, "above 0, at most 1e9"]
 Fraction = Annotated[float, "at least 0 and below 1"]
 Text = Annotated[str, "not empty"]
 Folder = Annotated[str, "a local folder's path"]
 LocalUri = Annotated[str, "a local folder's path or file:// URI, no remote one"]
-_LIMITS: dict[str, Callable[[Any], bool]] = {  # NaN and infinity pass none of them
-    "at least 0": lambda value: 0 <= value < math.inf,
-    "at least 1": lambda value: 1 <= value < math.inf,
-    "above 0": lambda value: 0 < value < math.inf,
+_LIMITS: dict[str, Callable[[Any], bool]] = {  # NaN and infinity pass none of them; a product of two fits in 64 bits
+    "from 0 to 2**31 - 1": lambda value: 0 <= value < 2**31,
+    "from 1 to 2**31 - 1": lambda value: 1 <= value < 2**31,
+    "from 0 to 1e9": lambda value: 0 <= value <= 1e9,
+    "above 0, at most 1e9": lambda value: 0 < value <= 1e9,
     "at least 0 and below 1": lambda value: 0 <= value < 1,
     "from 0 to 1": lambda value: 0 <= value <= 1,
     "from 0 to 2**63 - 1": lambda value: 0 <= value < 2**63,

@@ -304,9 +304,14 @@ def open_corpus(path: str, tokenizer: str) -> TokenFile:
     if not storage.is_remote(path):
         local = storage.local_path(path)
         if not local.exists():
-            raise FileNotFoundError(f"data.path={path} does not exist; give a text or token file, a folder or a URI")
+            raise FileNotFoundError(
+                f"data.path={path} does not exist{'' if local.is_absolute() else f' in {Path.cwd()}'}; give a text or "
+                "token file, a folder or a URI"
+            )
         if local.is_dir():
             local = _text_of_folder(local)
+        if not local.is_file():  # a fifo would wait for ever, and cannot be read twice
+            raise ValueError(f"data.path={path} is no regular file; write the text into one first")
         with open(local, "rb") as file:
             if file.read(len(_MAGIC)) == _MAGIC:
                 return open_tokens(local)
@@ -317,13 +322,24 @@ def open_corpus(path: str, tokenizer: str) -> TokenFile:
     name = f"{stem}{_hex(storage.identity(path))}.tokens"
     folder = _cache_folder(path, name)
     prepared = folder / name
-    if not prepared.exists():
+    if (corpus := _cached(prepared)) is None:
         with _only_process(folder, path):
-            if not prepared.exists():  # else whoever held the lock before has made it
+            if (corpus := _cached(prepared)) is None:  # else whoever held the lock before has made it
                 _prepare(path, prepared)
                 for old in set(folder.glob(f"{stem}*.tokens")) - {prepared}:
                     old.unlink()  # of the text as it was before; who has it mapped keeps it
-    return open_tokens(prepared)
+                corpus = open_tokens(prepared)
+    return corpus
+
+
+def _cached(path: Path) -> TokenFile | None:
+    try:
+        return open_tokens(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        log.warning("making it again from the text: %s", error)
+        return None
 
 
 def _prepare(uri: str, path: Path) -> None:

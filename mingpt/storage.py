@@ -3,12 +3,18 @@
 Local files are read and written here; whatever else fsspec knows (`memory://`, `https://`, `s3://` ...) can be read.
 """
 
+import fcntl
+import logging
 import os
 import secrets
+import socket
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+
+log = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
 
@@ -65,11 +71,41 @@ def replace_file(path: Path, chunks: Iterable[Bytes]) -> None:
                     view = view[file.write(view) :]
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and error.errno:
+            error.filename = str(path)  # a full disk names no file, and the temporary one means nothing to a user
         raise
     sync_folder(path.parent)
+
+
+def lock(path: Path, refusal: str) -> BinaryIO:
+    """Takes the lock file `path` for this process until the result is dropped or the process ends, however it ends.
+
+    Raises ValueError, `refusal` and who it is, where another process has it and keeps it for more than three seconds:
+    so long one that was killed may take to be gone.
+    """
+    file = open(path, "a+b")  # noqa: SIM115  whoever closes it gives the lock away
+    deadline = time.monotonic() + 3
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                owner = file.read(200).decode(errors="replace")
+                file.close()
+                raise ValueError(f"{refusal} ({owner}): stop it, or give another --name") from None
+            time.sleep(0.1)
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): start this run once at a time", path, error.strerror)
+            break
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+    file.flush()
+    return file
 
 
 def sync_folder(folder: Path) -> None:

@@ -80,6 +80,7 @@ class Trainer:
         sample: Callable[[], str] | None = None,
         description: Mapping[str, object] | None = None,
     ) -> None:
+        check_tokens(train_tokens, "train_tokens")
         if global_batch_size % micro_batch_size:
             raise ValueError(f"train.micro_batch_size={micro_batch_size} does not divide {global_batch_size=}")
         self.world = world or distributed.locate()
@@ -93,6 +94,7 @@ class Trainer:
         self.batches = Batches(train_tokens, self.grid, self.world.device)
         self.validation = None
         if val_tokens is not None and len(val_tokens):
+            check_tokens(val_tokens, "val_tokens")
             self.validation = Validation(val_tokens, block_size, micro_batch_size, eval_sequences)
         self.optimizer = make_optimizer(
             self.model, learning_rate=learning_rate, weight_decay=weight_decay, beta1=beta1, beta2=beta2
@@ -124,6 +126,8 @@ class Trainer:
         self._sample = sample
         self._description = dict(description or {})
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+        self._check_loss()
 
         # The position, and what is known at it.
         self.step = 0
@@ -267,6 +271,25 @@ class Trainer:
         if idle:
             self.share = range(1)  # DDP needs a backward of every rank; its gradient counts as zero
         return FastReduction(self.model, self.world, self.grid.cells, idle)
+
+    @torch.no_grad()
+    def _check_loss(self) -> None:
+        """Raises ValueError where `model` does not give a loss, by the first few tokens."""
+        idx, targets = (tokens[:1, :64] for tokens in self.batches.cells(0, range(1))[0])
+        was_training = self.model.training
+        self.model.eval()  # leaves the generators and the statistics alone
+        try:
+            output = self.model(idx, targets)
+        except IndexError as error:  # of an embedding
+            largest = int(torch.stack([idx, targets]).max())
+            raise ValueError(f"model(idx, targets) fails with token ids up to {largest}: {error}") from error
+        finally:
+            self.model.train(was_training)
+        loss = output[1] if isinstance(output, tuple) and len(output) == 2 else None
+        if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()):
+            raise ValueError(
+                "model(idx, targets) must return a pair, of which the second is the mean loss, a 0-d tensor"
+            )
 
     def _warm_up(self) -> None:
         """Compiles by one cell without collectives; all ranks fall back if one cannot."""
@@ -459,6 +482,16 @@ class Trainer:
         self.batches.close()
         self.__dict__.pop("reduction", None)
         gc.collect()
+
+
+def check_tokens(tokens: Tokens, name: str) -> None:
+    """Raises ValueError for what is no 1-D array of whole numbers, such as a list or a tensor."""
+    if getattr(tokens, "ndim", None) != 1 or getattr(tokens.dtype, "kind", None) not in ("i", "u"):
+        shape = f" of {tokens.dtype} and shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else ""
+        raise ValueError(
+            f"{name} is a {type(tokens).__name__}{shape}; give a 1-D numpy array of whole numbers, as from np.asarray "
+            "or np.memmap"
+        )
 
 
 class _Stopwatch:

@@ -30,7 +30,9 @@ def test_a_run_ends_by_naming_everything_and_running_it_again_says_so(runs: Runs
         assert needed in output
     assert [row["step"] for row in runs.rows() if "val/loss" in row] == [0, 20, 40]
     assert len([row for row in runs.rows() if row["step"] == 20]) == 1, "the last row of a step wins: one holds all"
-    assert {"run.json", "config.yaml", "metrics.jsonl", "snapshots"} == set(os.listdir(runs.folder / "runs/small"))
+    assert {".lock", "run.json", "config.yaml", "metrics.jsonl", "snapshots"} == set(
+        os.listdir(runs.folder / "runs/small")
+    )
 
     again = runs()
     assert "finished already: 40 of 40" in again
@@ -125,6 +127,36 @@ def test_workers_die_with_their_agent(runs: Runs) -> None:
     assert not workers_in(runs.folder)
 
 
+def test_a_second_start_of_the_same_run_is_refused(runs: Runs) -> None:
+    first = runs.start("--train.max_steps=1000000", "--snapshot.save_interval=5")
+    read_until_step(first, 6)
+    assert f"in use by another start of this run (process {first.pid} on" in refused(runs, "--train.max_steps=1000000")
+    read_until_step(first, 12)  # which goes on
+    first.kill()
+    first.communicate()
+    again = runs.start("--train.max_steps=1000000")
+    assert "going on at step" in read_until_step(again, 12), "the kernel gave the lock back"
+
+
+def test_agents_restart_a_killed_worker_at_their_own_pace(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's store still holds the addresses of the dead, and here rank 0 looks long before rank 1 arrives."""
+    (runs.folder / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if os.environ.get('RANK') == '1' and os.environ.get('TORCHELASTIC_RESTART_COUNT') == '1': time.sleep(4)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(runs.folder))
+    command = runs.command("--train.max_steps=400", ranks=2, launcher="torchrun")
+    command.insert(command.index("--standalone"), "--max-restarts=1")
+    process = subprocess.Popen(command, cwd=runs.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    runs.started.append(process)
+    said = read_until_step(process, 15)
+    os.kill(max(map(int, workers_in(runs.folder))), signal.SIGKILL)
+    output = said + process.communicate()[0]
+    assert process.returncode == 0, output
+    assert re.search(r"generation 2: 2 ranks on 1 host\(s\), restart 1", output)
+    assert runs.manifest()["step"] == 400
+
+
 def workers_in(folder: Path) -> list[str]:
     """Processes whose working directory is `folder`."""
     found = []
@@ -162,7 +194,8 @@ def test_texts_that_cannot_be_trained_on(runs: Runs, content: bytes, expected: s
 
 def test_missing_text_and_wrong_device(runs: Runs) -> None:
     assert "data.path=elsewhere.txt does not exist" in refused(runs, "--data.path=elsewhere.txt")
-    assert "cuda" in refused(runs, "--device=cuda")
+    assert "has 0 CUDA devices; set device=auto or device=cpu" in refused(runs, "--device=cuda")
+    assert "a model of 54,0" in refused(runs, "--model.n_embd=3000000", "--model.n_layer=500", "--model.n_head=1")
 
 
 def test_all_config_problems_at_once_by_rank_0_alone(runs: Runs) -> None:

@@ -185,7 +185,7 @@ def test_a_broken_last_update_is_told_before_anything_is_made_of_it() -> None:
     said: list[int] = []
     calls = iter(range(10**6))
     broken = trainer(
-        Broken(lambda idx: next(calls) == 4 * 4), max_steps=5, eval_interval=0, sample=lambda: str(said.append(1))
+        Broken(lambda idx: next(calls) == 1 + 4 * 4), max_steps=5, eval_interval=0, sample=lambda: str(said.append(1))
     )
     with pytest.raises(ArithmeticError, match="update 4 "):
         broken.fit()
@@ -195,14 +195,17 @@ def test_a_broken_last_update_is_told_before_anything_is_made_of_it() -> None:
 def test_no_snapshot_is_taken_right_after_a_broken_update(tmp_path: Path) -> None:
     calls = iter(range(10**6))
     broken = trainer(
-        Broken(lambda idx: next(calls) == 4 * 4), snapshots=Snapshots(tmp_path, "us"), save_interval=5, eval_interval=0
+        Broken(lambda idx: next(calls) == 1 + 4 * 4),
+        snapshots=Snapshots(tmp_path, "us"),
+        save_interval=5,
+        eval_interval=0,
     )
     with pytest.raises(ArithmeticError, match="update 4 .*there is no snapshot"):
         broken.fit()
     assert read_manifests(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_stops_after_a_step_with_everything_saved(number: int, tmp_path: Path) -> None:
     metrics = Recorder({7: lambda: signal.raise_signal(number)})
     stopping = trainer(metrics=metrics, snapshots=Snapshots(tmp_path, "us"), save_interval=0)
@@ -355,6 +358,53 @@ def test_a_users_own_model_trains_and_resumes(tmp_path: Path) -> None:
     again.restore(found[1], found[0])
     assert sha256s(again._tensors()) == sha256s(own._tensors())
     assert "model.scale" in found[1].tensors
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (TOKENS.tolist(), "train_tokens is a list; give a 1-D numpy array of whole numbers"),
+        (TOKENS.tobytes(), "train_tokens is a bytes;"),
+        (torch.arange(99), r"train_tokens is a Tensor of torch.int64 and shape \(99,\);"),
+        (TOKENS.astype(float), r"train_tokens is a ndarray of float64 and shape \(900,\);"),
+        (TOKENS.reshape(2, -1), r"train_tokens is a ndarray of uint16 and shape \(2, 450\);"),
+        (TOKENS + 100, r"idx holds ids from 10\d to 1\d\d; give 0 to vocab_size=11 - 1"),
+    ],
+)
+def test_tokens_of_another_kind_are_refused(tokens: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Trainer(gpt(), tokens, block_size=8)
+
+
+class Returning(Bigram):
+    def __init__(self, output: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        assert not self.training
+        return self.output(self.table(idx))
+
+
+@pytest.mark.parametrize("output", [lambda x: x, lambda x: (x, None), lambda x: (x, x), lambda x: (x, 1.0)])
+def test_a_model_without_a_loss_is_refused(output: Callable[[Tensor], object]) -> None:
+    with pytest.raises(ValueError, match="must return a pair, of which the second is the mean loss"):
+        Trainer(Returning(output), TOKENS, block_size=8)
+
+
+def test_ids_beyond_a_users_own_table_are_told() -> None:
+    with pytest.raises(ValueError, match=r"model\(idx, targets\) fails with token ids up to 1\d\d: index out of range"):
+        Trainer(Bigram(), TOKENS + 100, block_size=8)
+
+
+def test_hangup_is_no_stop_where_it_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals.wanted
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_rows_survive_a_torn_line(tmp_path: Path) -> None:
