@@ -11,7 +11,6 @@ from mingpt import distributed  # first: it does what cannot wait until torch is
 # isort: split
 import hashlib
 import logging
-import os
 import shlex
 import sys
 import time
@@ -88,7 +87,7 @@ def train(argv: Sequence[str]) -> int:
         with StopSignals() as signals:
             # Which run it continues: rank 0 looks, every rank obeys.
             run, snapshots = find_run(world, config)
-            found, start = find_start(world, config, snapshots, model, corpus, description, hardware)
+            found, start = find_start(world, config, run, snapshots, model, corpus, description, hardware)
             if start["step"] >= max_steps:
                 log.info(
                     "finished already: %d of %d steps; a larger --train.max_steps goes on", start["step"], max_steps
@@ -181,6 +180,7 @@ def find_run(world: World, config: Config) -> tuple[Run, Snapshots]:
 def find_start(
     world: World,
     config: Config,
+    run: Run,
     snapshots: Snapshots,
     model: GPT,
     corpus: TokenFile,
@@ -197,6 +197,8 @@ def find_start(
     def look() -> dict[str, Any]:
         newest = snapshots.newest()
         if newest is None:
+            if run.generation > 1:
+                log.warning("no snapshot of this run is in %s: starting over at step 0", snapshots.folder)
             if config.snapshot.resume == "must":
                 raise ValueError(f"snapshot.resume=must, but no snapshot is in {snapshots.folder}; take resume=auto")
             if config.snapshot.init_from:
@@ -218,6 +220,8 @@ def find_start(
 
 def check_symbols(saved: dict[str, Any], corpus: TokenFile, source: str) -> None:
     """Raises ValueError, naming the characters, where the weights of `source` were trained on other ones."""
+    if not saved.get("tokenizer"):
+        raise ValueError(f"{source} holds another kind of model, which the Trainer was given from Python")
     theirs, ours = set(saved["tokenizer"]["chars"]), set(corpus.tokenizer.chars)
     if theirs != ours:
         raise ValueError(
@@ -234,8 +238,11 @@ def open_books(
     out_dir = config.run_dir
 
     def write() -> None:
-        snapshots.claim(run, out_dir, {"name": config.name, "config": description})
-        storage.replace_file(out_dir / "config.yaml", [to_yaml(config).encode()])
+        try:
+            snapshots.claim(run, out_dir, {"name": config.name, "config": description})
+            storage.replace_file(out_dir / "config.yaml", [to_yaml(config).encode()])
+        except OSError as error:
+            raise OSError(f"{told(error)}; see to it, or give another out_dir or snapshot.uri") from error
 
     distributed.decide(world, write)
     if world.local_rank == 0 and not world.is_main:  # on every node
@@ -246,22 +253,22 @@ def open_books(
 def losses_after(step: int, config: Config) -> dict[int, float]:
     """What was logged beyond `step` before a restart, by step."""
     rows = metrics.read_metrics(config.run_dir / "metrics.jsonl")
-    return {row["step"]: row["train/loss"] for row in rows if row.get("step", 0) > step and "train/loss" in row}
+    return {row["step"]: float(row["train/loss"]) for row in rows if row.get("step", 0) > step and "train/loss" in row}
 
 
 def check_size(shape: GPTConfig, grid: Grid, max_steps: int, world: World) -> None:
     """Raises ValueError for what no machine of this kind holds, such as a mistyped power of ten."""
-    memory = distributed.memory_bytes(world.device)
-    mine = memory if world.device.type == "cuda" else memory // world.local_world_size
+    host = distributed.memory_bytes(torch.device("cpu")) // world.local_world_size
+    device = distributed.memory_bytes(world.device) if world.device.type == "cuda" else host
     cells = len(share(world.rank, world.world_size, grid.cells))
     sizes = {
         # float32 weights, gradients and AdamW's two moments
         f"a model of {shape.num_parameters:,} parameters (model.n_layer={shape.n_layer}, model.n_embd={shape.n_embd}, "
-        f"model.block_size={shape.block_size})": (16 * shape.num_parameters, mine),
+        f"model.block_size={shape.block_size})": (16 * shape.num_parameters, device),
         # ids and targets as int64, of a step and of the next; also the order of the whole step
         f"a batch of train.global_batch_size={grid.global_batch_size}": (
             32 * cells * grid.micro_batch_size * grid.block_size + 64 * grid.global_batch_size,
-            memory // world.local_world_size,
+            host,
         ),
     }
     for what, (needed, there) in sizes.items():
@@ -367,13 +374,15 @@ def report(error: Exception, rank: int) -> int:
     """
     if rank:
         time.sleep(3)
-    told = str(error)
-    if isinstance(error, OSError) and error.filename:  # the system's own words alone name no way out
-        told = f"{os.fsdecode(error.filename)}: {error.strerror}; see to it, or give another out_dir or snapshot.uri"
-    problems = error.problems if isinstance(error, ConfigError) else [" ".join(told.split())]
+    problems = error.problems if isinstance(error, ConfigError) else [" ".join(told(error).split())]
     for problem in problems:
         print(f"error: {f'[rank {rank}] ' if rank else ''}{problem}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
+
+
+def told(error: Exception) -> str:
+    """What an error says; one of the system without its number and the quotes around the file."""
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 
 def is_meant(error: Exception) -> bool:
@@ -388,7 +397,7 @@ def main() -> int:
     metrics.open_console(rank)
     try:
         return train(sys.argv[1:]) or 0
-    except (ValueError, OSError, ArithmeticError) as error:
+    except (ValueError, OSError, ArithmeticError, snapshot.TakenOverError) as error:
         if not is_meant(error):
             raise
         return report(error, rank)

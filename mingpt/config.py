@@ -301,7 +301,7 @@ def _contradictions(config: Config, kind: str) -> list[tuple[str, bool, str]]:
 
 
 def _not_a_divisor(number: int, whole: int) -> str:
-    candidates = range(1, min(whole, 10_000) + 1)  # a mistyped 10**12 must not take minutes
+    candidates = range(1, min(whole, 10_000) + 1)  # a mistyped 10**9 must not take minutes
     nearest = min((it for it in candidates if whole % it == 0), key=lambda it: abs(it - number))
     return f"{number} does not divide {whole}, but {nearest} does"
 

@@ -9,7 +9,6 @@ here: `Trainer` and everything below "feeding" take any 1-D numpy array of whole
 """
 
 import codecs
-import fcntl
 import hashlib
 import io
 import itertools
@@ -23,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -325,6 +324,8 @@ def open_corpus(path: str, tokenizer: str) -> TokenFile:
     if (corpus := _cached(prepared)) is None:
         with _only_process(folder, path):
             if (corpus := _cached(prepared)) is None:  # else whoever held the lock before has made it
+                if prepared.exists():
+                    log.warning("%s is damaged: making it again", prepared)
                 _prepare(path, prepared)
                 for old in set(folder.glob(f"{stem}*.tokens")) - {prepared}:
                     old.unlink()  # of the text as it was before; who has it mapped keeps it
@@ -333,13 +334,10 @@ def open_corpus(path: str, tokenizer: str) -> TokenFile:
 
 
 def _cached(path: Path) -> TokenFile | None:
-    try:
+    """The token file at `path`, or None where there is none that is whole."""
+    with suppress(FileNotFoundError, ValueError):
         return open_tokens(path)
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        log.warning("making it again from the text: %s", error)
-        return None
+    return None
 
 
 def _prepare(uri: str, path: Path) -> None:
@@ -395,13 +393,12 @@ def _cache_folder(path: str, name: str) -> Path:
 
 @contextmanager
 def _only_process(folder: Path, work: str) -> Iterator[None]:
-    """Holds the folder's lock, which the kernel lets go when its holder ends, however it ends."""
-    with open(folder / "lock", "ab") as lock:
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another process to prepare %s", work)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            held.enter_context(storage.lock(folder / "lock", patience=0))
+        except BlockingIOError as holder:
+            log.info("waiting for another process (%s) to prepare %s", holder, work)
+            held.enter_context(storage.lock(folder / "lock"))
         storage.remove_leftovers(folder)
         yield
 

@@ -226,19 +226,21 @@ def _formation(world: World, store: Store, timeout: timedelta) -> str:
     rank 0's fresh word goes to each rank under a fresh word of that rank's own, until all have it.
     """
     mine = secrets.token_hex(8)
-    store.set(f"mingpt/arrived/{world.rank}", mine)
     if not world.is_main:
+        store.set(f"mingpt/arrived/{world.rank}", mine)
         word = store.get(f"mingpt/word/{mine}").decode()
-        store.add(f"mingpt/met/{word}", 1)
+        store.set(f"mingpt/{word}/met/{mine}", "")
         return f"mingpt/{word}"
     deadline = time.monotonic() + timeout.total_seconds()
-    while store.add(f"mingpt/met/{mine}", 0) < world.world_size - 1:
-        if time.monotonic() > deadline:
-            raise dist.DistStoreError("not all ranks arrived in time")
-        for rank in range(1, world.world_size):  # whoever stands here may be of an older formation: look again
-            store.set(f"mingpt/word/{store.get(f'mingpt/arrived/{rank}').decode()}", mine)
+    while time.monotonic() < deadline:
+        # Who stands here may be of an older formation: look again until all have answered.
+        arrived = [store.get(f"mingpt/arrived/{rank}").decode() for rank in range(1, world.world_size)]
+        for theirs in arrived:
+            store.set(f"mingpt/word/{theirs}", mine)
+        if store.check([f"mingpt/{mine}/met/{theirs}" for theirs in arrived]):
+            return f"mingpt/{mine}"
         time.sleep(0.02)
-    return f"mingpt/{mine}"
+    raise dist.DistStoreError("not all ranks arrived in time")
 
 
 def leave() -> None:
@@ -344,10 +346,10 @@ def describe(world: World) -> str:
     """The world in one phrase for the start line: ranks, hosts, restarts, endpoint."""
     if world.world_size == 1:
         return f"1 process on {socket.gethostname()}"
-    hosts = world.world_size // max(1, world.local_world_size)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     endpoint = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-    return f"{world.world_size} ranks on {hosts} host(s), restart {restart}, endpoint {endpoint}"
+    here = f"{world.world_size} ranks, {world.local_world_size} of them on this host"
+    return f"{here}, restart {restart}, endpoint {endpoint}"
 
 
 def _number(name: str, default: int) -> int:

@@ -13,9 +13,10 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -49,6 +50,10 @@ class Manifest:
         return self.facts["generation"], self.facts["step"]
 
 
+class TakenOverError(RuntimeError):
+    """This writer is no longer the run's: a later start is."""
+
+
 @dataclass(frozen=True)
 class Run:
     """A run's identity and the number of this formation of the world."""
@@ -69,31 +74,46 @@ class Snapshots:
         self.run_id = run_id
         self._keep_last = keep_last
         self._keep_interval = keep_interval
-        self._locks: list[BinaryIO] = []  # held while they are referenced
+        self._found: list[Manifest] | None = None  # what `newest` chose from
+        self._locks = ExitStack()  # held until the process ends
 
-    def claim(self, run: Run, out_dir: Path, facts: Mapping[str, object]) -> None:
+    def claim(self, run: Run, out_dir: Path, facts: Mapping[str, object], patience: float = 3.0) -> None:
         """Makes this process the run's one writer until it ends, writes `run.json`, and clears what a killed one left.
 
-        Raises ValueError where another start of the run is alive, or was since `open_run`; OSError where it may not
-        write.
+        Raises ValueError where another start of the run is alive for more than `patience` seconds (so long one that
+        was killed may take to be gone), or was since `open_run` and `newest`; OSError where it may not write.
         """
-        for folder in dict.fromkeys((self.folder, out_dir)):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._locks.append(storage.lock(folder / ".lock", f"{folder} is in use by another start of this run"))
-        if open_run(out_dir, self.folder).generation != run.generation:  # a new run's id is not written anywhere yet
-            raise ValueError(f"another start of this run was faster in {self.folder}: start again to go on from there")
-        record_run(run, [self.folder, out_dir], facts)
-        self._clean()
+        with ExitStack() as locks:
+            for folder in (self.folder, out_dir):
+                folder.mkdir(parents=True, exist_ok=True)
+            for folder in {folder.resolve(): folder for folder in (self.folder, out_dir)}.values():
+                try:
+                    locks.enter_context(storage.lock(folder / ".lock", patience))
+                except BlockingIOError as error:
+                    raise ValueError(
+                        f"{folder} is in use by another start of this run ({error}): stop it, or start another run: "
+                        f"{_CURE}"
+                    ) from error
+            # A new run's id is not written anywhere yet, so the generation tells; the manifests what was saved since.
+            same = open_run(out_dir, self.folder).generation == run.generation
+            if not same or self._found not in (None, self.all()):
+                raise ValueError(f"another start of this run was faster in {self.folder}: start again to go on")
+            record_run(run, [self.folder, out_dir], facts)
+            self._clean(out_dir)
+            self._locks = locks.pop_all()
 
     def save(self, data: Tensor, *, step: int, generation: int, facts: Mapping[str, object]) -> Manifest:
         """Writes the image `data` (uint8), verifies it, writes its manifest, and removes what need not be kept.
 
-        Raises OSError where the disk is full or gives back other bytes, ValueError where the folder belongs to a later
-        start of the run by now; what was there stays valid.
+        Raises OSError where the disk is full or gives back other bytes, TakenOverError where the folder belongs to a
+        later start of the run by now; what was there stays valid.
         """
-        record = _read_record(self.folder / "run.json")
+        try:
+            record = _read_record(self.folder / "run.json")
+        except ValueError as error:
+            raise OSError(str(error)) from error
         if record and (record["run_id"] != self.run_id or record["generation"] > generation):
-            raise ValueError(
+            raise TakenOverError(
                 f"{self.folder} was taken over by a later start (run {record['run_id']}, generation "
                 f"{record['generation']}; this is {self.run_id}, {generation}): the training stops here"
             )
@@ -137,11 +157,13 @@ class Snapshots:
                 "alone; if their manifests were lost, bring them back first, or start another run from this image by "
                 "--name=NEW --snapshot.init_from=IMAGE", self.folder, max(images).name,
             )  # fmt: skip
-        return newest_valid(self.all(), self.folder)
+        self._found = self.all()
+        return newest_valid(self._found, self.folder)
 
-    def _clean(self) -> None:
+    def _clean(self, out_dir: Path) -> None:
         """Removes what a killed writer of this run left half-done."""
         storage.remove_leftovers(self.folder)
+        storage.remove_leftovers(out_dir)
         manifests = self.all()
         for path in _listed(self.folder, ".safetensors") if manifests else ():
             # An image older than every manifest may have lost its own: that is the user's to decide.
@@ -161,7 +183,7 @@ class Snapshots:
         ]
         for manifest in manifests:
             if manifest.path not in [kept.path for kept in keep]:
-                # The manifest first: an image without one is no snapshot, and is cleaned up at the next start.
+                # The manifest first: an image without one is no snapshot.
                 manifest.path.unlink(missing_ok=True)
                 manifest.image_path.unlink(missing_ok=True)
 
@@ -372,7 +394,7 @@ def _told(changes: Mapping[str, tuple[Any, Any]]) -> str:
 def find_image(uri: str) -> tuple[str, Image]:
     """The image at `uri`: an image file (local or remote), a snapshot folder, or a run's folder; and where it lies.
 
-    In a folder the newest valid one of the newest run. Raises FileNotFoundError, OSError, ValueError.
+    In a folder the newest valid one. Raises FileNotFoundError, OSError, ValueError.
     """
     if storage.is_remote(uri):
         return uri, decode(torch.frombuffer(bytearray(storage.read_bytes(uri)), dtype=torch.uint8), uri)

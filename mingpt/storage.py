@@ -1,16 +1,18 @@
-"""Bytes at a URI: a name holds the old bytes or the new, never half.
+"""Bytes at a URI: a name holds the old bytes or the new, never half. And locks, so that one process writes.
 
 Local files are read and written here; whatever else fsspec knows (`memory://`, `https://`, `s3://` ...) can be read.
 """
 
 import fcntl
 import logging
+import math
 import os
+import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -80,32 +82,31 @@ def replace_file(path: Path, chunks: Iterable[Bytes]) -> None:
     sync_folder(path.parent)
 
 
-def lock(path: Path, refusal: str) -> BinaryIO:
-    """Takes the lock file `path` for this process until the result is dropped or the process ends, however it ends.
+@contextmanager
+def lock(path: Path, patience: float = math.inf) -> Iterator[None]:
+    """Holds the lock file `path`, which the kernel gives back when its holder ends, however it ends.
 
-    Raises ValueError, `refusal` and who it is, where another process has it and keeps it for more than three seconds:
-    so long one that was killed may take to be gone.
+    Raises BlockingIOError, whose text is who has it, where that takes more than `patience` seconds; a file system
+    without locks is warned about.
     """
-    file = open(path, "a+b")  # noqa: SIM115  whoever closes it gives the lock away
-    deadline = time.monotonic() + 3
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.seek(0)
-                owner = file.read(200).decode(errors="replace")
-                file.close()
-                raise ValueError(f"{refusal} ({owner}): stop it, or give another --name") from None
-            time.sleep(0.1)
-        except OSError as error:
-            log.warning("%s cannot be locked (%s): start this run once at a time", path, error.strerror)
-            break
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-    file.flush()
-    return file
+    deadline = time.monotonic() + patience
+    with open(path, "a+b", buffering=0) as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise BlockingIOError(file.read(200).decode(errors="replace") or "unknown process") from None
+                time.sleep(0.05)
+            except OSError as error:
+                log.warning("%s cannot be locked (%s): one process at a time, please", path, error.strerror)
+                break
+        with suppress(OSError):  # a full disk: the name is a courtesy
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
 
 
 def sync_folder(folder: Path) -> None:
@@ -120,7 +121,7 @@ def sync_folder(folder: Path) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Removes the temporary files that a killed `replace_file` left in `folder`; the caller is its only writer."""
     for name in os.listdir(folder):
-        if name.startswith(".") and name.endswith(".tmp"):
+        if re.fullmatch(r"\..+\.[0-9a-f]{8}\.tmp", name):
             (folder / name).unlink(missing_ok=True)
 
 

@@ -1,6 +1,7 @@
 """How a world forms, without processes."""
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -19,14 +20,14 @@ def test_a_formation_is_not_misled_by_what_an_older_one_left() -> None:
     store.set("mingpt/arrived/0", "dead0")
     store.set("mingpt/arrived/1", "dead1")
     store.set("mingpt/word/dead1", "dead0")
-    store.add("mingpt/met/dead0", 1)
+    store.set("mingpt/dead0/met/dead1", "")
     words: list[str] = []
     main = threading.Thread(target=lambda: words.append(_formation(world(0), store, soon)))
     main.start()
     while store.get("mingpt/word/dead1") == b"dead0":  # until rank 0 took the dead one for its peer
-        pass
+        time.sleep(0.01)
     words.append(_formation(world(1), store, soon))
-    main.join()
+    main.join(30)
     assert words[0] == words[1] != "mingpt/dead0"
 
 

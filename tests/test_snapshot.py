@@ -15,6 +15,7 @@ from mingpt.model import GPT, GPTConfig
 from mingpt.snapshot import (
     Run,
     Snapshots,
+    TakenOverError,
     changes_on_resume,
     find_image,
     load_snapshot,
@@ -177,15 +178,20 @@ def test_cleaning_removes_what_a_killed_save_left_and_nothing_else(tmp_path: Pat
     orphan.write_bytes(image(2).numpy().tobytes())
     foreign = tmp_path / "step-000000003-g1-00000000.safetensors"
     foreign.write_bytes(image(3, run_id="them").numpy().tobytes())
-    leftover = tmp_path / f".{orphan.name}.abcd1234.tmp"
-    leftover.write_bytes(b"half")
+    out = tmp_path / "out"
+    out.mkdir()
+    leftovers = [tmp_path / f".{orphan.name}.abcd1234.tmp", out / ".run.json.abcd1234.tmp"]
+    for leftover in leftovers:
+        leftover.write_bytes(b"half")
+    (tmp_path / ".mail.tmp").write_bytes(b"someone's")
     older = tmp_path / "step-000000005-g0-00000000.safetensors"
     older.write_bytes(image(5).numpy().tobytes())
     ours = Snapshots(tmp_path, "us")
-    ours.claim(Run("us", 2), tmp_path, {})
+    ours.claim(Run("us", 2), out, {})
     assert older.exists(), "it may have lost its manifest"
     assert not orphan.exists()
-    assert not leftover.exists()
+    assert not any(leftover.exists() for leftover in leftovers)
+    assert (tmp_path / ".mail.tmp").exists()
     assert foreign.exists()
     assert kept(tmp_path) == [1]
 
@@ -214,12 +220,22 @@ def test_one_start_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=rf"in use by another start of this run \(process {os.getpid()} on .*stop it"
         ):
-            Snapshots(place[1], second.run_id).claim(second, place[0], {})
+            Snapshots(place[1], second.run_id).claim(second, place[0], {}, patience=0)
+    second = open_run(out, folder)
+    waiting = Snapshots(folder, second.run_id)
+    assert waiting.newest() is None
+    first.save(image(5, run.run_id), step=5, generation=1, facts={})
     del first  # as when its process ends
-    with pytest.raises(ValueError, match="another start of this run was faster"):
-        Snapshots(folder, run.run_id).claim(run, out, {})
-    run = open_run(out, folder)
-    Snapshots(folder, run.run_id).claim(run, out, {})
+    for late in (Snapshots(folder, run.run_id), run), (waiting, second):
+        with pytest.raises(ValueError, match="another start of this run was faster"):
+            late[0].claim(late[1], out, {})
+    assert waiting.newest() is not None
+    waiting.claim(second, out, {})
+
+
+def test_one_folder_by_two_names_is_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    Snapshots(tmp_path / "link", "us").claim(Run("us", 1), tmp_path, {}, patience=0)
 
 
 def test_a_writer_that_was_overtaken_stops(tmp_path: Path) -> None:
@@ -227,10 +243,10 @@ def test_a_writer_that_was_overtaken_stops(tmp_path: Path) -> None:
     record_run(Run("us", 1), [tmp_path], {})
     late.save(image(1), step=1, generation=1, facts={})
     record_run(Run("us", 2), [tmp_path], {})
-    with pytest.raises(ValueError, match="taken over by a later start"):
+    with pytest.raises(TakenOverError, match="taken over by a later start"):
         late.save(image(2), step=2, generation=1, facts={})
     record_run(Run("them", 1), [tmp_path], {})
-    with pytest.raises(ValueError, match="taken over by a later start"):
+    with pytest.raises(TakenOverError, match="taken over by a later start"):
         late.save(image(2), step=2, generation=1, facts={})
     assert kept(tmp_path) == [1]
 
