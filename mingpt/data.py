@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -355,18 +355,27 @@ def _prepare(uri: str, path: Path) -> None:
 def _text_of_folder(folder: Path) -> Path:
     """`input.txt` in the folder, made by the folder's `prepare.py` if it is not there."""
     text, script = folder / "input.txt", folder / "prepare.py"
-    if text.exists():
+    cache = _cache_folder(str(text), script.name)
+    unfinished = cache / "unfinished"  # a script that was killed may have left half a text
+    if text.exists() and not unfinished.exists():
         return text
     if not script.exists():
         raise FileNotFoundError(f"data.path={folder} has neither input.txt nor prepare.py; give a text file or a URI")
-    with _only_process(_cache_folder(str(text), script.name), str(text)):
-        if not text.exists():
+    with _only_process(cache, str(text)) as lock:
+        if not text.exists() or unfinished.exists():
             log.info("running %s", script)
+            unfinished.touch()
             command = [sys.executable, str(script.resolve())]
-            done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
+            # It inherits the lock: where it outlives us nobody starts it a second time beside it.
+            done = subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", check=False, pass_fds=[lock.fileno()]
+            )
             if done.returncode or not text.exists():
+                if not text.exists():
+                    unfinished.unlink()  # a text put there by hand is whole
                 said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
                 raise ChildProcessError(f"data.path={folder}: {script} made no input.txt: {said[-1]}")
+            unfinished.unlink()
             log.info("made %s: %s", text, done.stdout.strip().rpartition("\n")[2])
     return text
 
@@ -392,15 +401,15 @@ def _cache_folder(path: str, name: str) -> Path:
 
 
 @contextmanager
-def _only_process(folder: Path, work: str) -> Iterator[None]:
+def _only_process(folder: Path, work: str) -> Iterator[BinaryIO]:
     with ExitStack() as held:
         try:
-            held.enter_context(storage.lock(folder / "lock", patience=0))
+            lock = held.enter_context(storage.lock(folder / "lock", patience=0))
         except BlockingIOError as holder:
             log.info("waiting for another process (%s) to prepare %s", holder, work)
-            held.enter_context(storage.lock(folder / "lock"))
+            lock = held.enter_context(storage.lock(folder / "lock"))
         storage.remove_leftovers(folder)
-        yield
+        yield lock
 
 
 def _hex(text: str) -> str:
