@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from mingpt.snapshot import load_snapshot
-from mingpt.tokenizer import Tokenizer
+from mingpt.tokenizer import CharTokenizer, Tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("snapshot", help="an image file, a folder of snapshots or a run's folder")
     text = parser.add_mutually_exclusive_group().add_argument
-    text("--prompt", default="", metavar="TEXT", help="empty: starts after a newline, or the vocabulary's first token")
+    text("--prompt", default="", metavar="TEXT", help="empty: starts as after a document's or a line's end")
     text("--prompt-file", metavar="F", help="take the prompt, UTF-8, from this file; - is standard input")
     add(
         "--unknown",
@@ -94,9 +94,10 @@ def sample(arguments: argparse.Namespace) -> None:
             generator=torch.Generator(device).manual_seed(derived_seed(arguments.seed, number)),
         )
         print(prompt, end="", flush=True)
+        decoder = tokenizer.decoder()
         for token in tokens:
-            print(tokenizer.decode([int(token)]), end="", flush=True)
-        print(flush=True)
+            print(decoder.decode([int(token)]), end="", flush=True)
+        print(decoder.flush(), flush=True)
 
 
 def tell(line: str) -> None:
@@ -131,24 +132,19 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def start_token(tokenizer: Tokenizer) -> int:
-    """What an empty prompt starts after (it is not shown): a newline, or the first token where there is none."""
-    return max(tokenizer.chars.find("\n"), 0)
-
-
 def encode(prompt: str, tokenizer: Tokenizer, unknown: str) -> tuple[str, list[int]]:
     """The prompt in characters that the model knows, and its ids, never none.
 
     With `unknown="error"` raises ValueError that names the characters it does not know.
     """
-    if unknown != "error":
-        other = "" if unknown == "drop" else tokenizer.decode([start_token(tokenizer)])
+    if unknown != "error" and isinstance(tokenizer, CharTokenizer):
+        other = "" if unknown == "drop" else tokenizer.decode([tokenizer.start_token])
         prompt = "".join(char if char in tokenizer.chars else other for char in prompt)
     try:
         ids = tokenizer.encode(prompt).tolist()
     except ValueError as error:
         raise ValueError(f"prompt: {error}; --unknown=drop or --unknown=replace does it for you") from error
-    return prompt, ids or [start_token(tokenizer)]
+    return prompt, ids or [tokenizer.start_token]
 
 
 def derived_seed(seed: int, number: int) -> int:
