@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import mingpt
 from mingpt import metrics, snapshot, storage
 from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
-from mingpt.data import Grid, TokenFile, Validation, mix, open_corpus, share, split_point
+from mingpt.data import Grid, TokenFile, Validation, mix, open_corpus, share
 from mingpt.distributed import World
 from mingpt.elastic import STOP_EXIT_CODE, StopSignals
 from mingpt.image import Image
@@ -55,8 +55,8 @@ def train(argv: Sequence[str]) -> int:
         distributed.make_deterministic()
     threads = distributed.set_threads(config.train.num_threads or int(exact), world)
     dtype = distributed.pick_dtype(config.dtype, world.device)
-    corpus = open_corpus(config.data.path, config.data.tokenizer)
-    n_train = split_point(len(corpus.tokens), config.data.val_fraction)
+    corpus = open_corpus(config.data.path, config.data.tokenizer, config.data.vocab_size, config.data.cache_gb)
+    n_train = corpus.split(config.data.val_fraction)
     grid = Grid(
         n_train, config.model.block_size, config.train.global_batch_size, config.train.micro_batch_size, config.seed
     )

@@ -5,6 +5,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import stat
 import threading
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 from mingpt import data, storage
 from mingpt.data import Batches, Grid, Validation, mix, open_corpus, open_tokens, permute, share, split_point
-from mingpt.tokenizer import CharTokenizer
+from mingpt.tokenizer import BPETokenizer, CharTokenizer
 
 CPU = torch.device("cpu")
 seeds = st.integers(0, 2**64 - 1)
@@ -437,9 +438,41 @@ def test_a_long_text_tells_how_far_it_is(
     caplog.set_level(logging.INFO, "mingpt")
     clock = iter(range(0, 100, 2))
     list(data.read_text(uri.format(folder=tmp_path), clock=lambda: next(clock)))
-    first = "reading 1 of 2: 3 MB, 0.5 MB/s"
-    assert caplog.messages[0] == (f"reading 1 of 2: 3{size.replace('6 s', '10 s')}, 0.5 MB/s" if size else first)
-    assert len(caplog.messages) == 3  # every third of nine looks at the clock
+    first = "reading: 3 MB, 0.5 MB/s"
+    assert caplog.messages[0] == (f"reading: 3{size.replace('6 s', '10 s')}, 0.5 MB/s" if size else first)
+    assert len(caplog.messages) == 2  # every third of eight looks at the clock
+
+
+WORDS = st.text(alphabet="ab \n\t.日", max_size=60)
+
+
+@examples
+@given(st.lists(WORDS), st.integers(2, 12))
+def test_a_text_is_cut_where_no_token_crosses(texts: list[str], size: int) -> None:
+    pieces, text = list(data.cut(texts, size)), "".join(texts)
+    assert "".join(pieces) == text and all(0 < len(piece) <= size for piece in pieces)
+    assert pieces == list(data.cut([text], size)) == list(data.cut(text, size))
+    tokenizer = BPETokenizer.train(["ab ab aba .. \n\n  ab 日日 日"] * 9, 280)
+    if max(map(len, re.findall(r"\S*\s*", text))) < size:  # else some word is longer than a piece may be
+        assert [i for piece in pieces for i in tokenizer.encode(piece)] == tokenizer.encode(text).tolist()
+
+
+@pytest.mark.parametrize(("kind", "vocab_size"), [("gpt2", 4096), ("bpe", 280)])
+def test_a_text_in_byte_pairs_is_one_document(tmp_path: Path, kind: str, vocab_size: int) -> None:
+    text = "the quick fox <|endoftext|> jumps, it's 日本\n\n  far. " * 300
+    (tmp_path / "x.txt").write_text(text, encoding="utf-8")
+    file = open_corpus(str(tmp_path / "x.txt"), kind, vocab_size)
+    assert file.tokenizer.kind == kind and file.tokenizer.vocab_size == (280 if kind == "bpe" else 50257)
+    assert file.tokens.tolist() == [*file.tokenizer.encode(text), file.tokenizer.end_of_text]
+    assert (file.tokens == file.tokenizer.end_of_text).sum() == 1  # the one in the text is text
+
+
+def test_each_tokenizer_has_its_own_prepared_file(tmp_path: Path, preparations: list[str]) -> None:
+    (tmp_path / "x.txt").write_text("text and more text " * 50, encoding="utf-8")
+    asked = [("char", 4096), ("bpe", 260), ("bpe", 265)]
+    for _ in range(2):
+        sizes = [open_corpus(str(tmp_path / "x.txt"), *it).tokenizer.vocab_size for it in asked]
+    assert len(preparations) == 3 and sizes[1:] == [260, 265]
 
 
 # --- preparing once ---------------------------------------------------------------------------------------------------
@@ -458,9 +491,9 @@ def preparations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     prepare = data._prepare
 
-    def counted(uri: str, path: Path) -> None:
+    def counted(uri: str, *args: Any) -> None:
         done.append(uri)
-        prepare(uri, path)
+        prepare(uri, *args)
 
     monkeypatch.setattr(data, "_prepare", counted)
     return done
@@ -530,15 +563,18 @@ def test_a_text_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.rglob("*.tokens"))
 
 
-@pytest.mark.parametrize(("path", "message"), [("x.txt", "does not exist"), ("", "neither input.txt nor prepare.py")])
+@pytest.mark.parametrize(
+    ("path", "message"), [("x.txt", "does not exist"), ("", "neither index.json nor input.txt nor prepare.py")]
+)
 def test_what_is_not_there(tmp_path: Path, path: str, message: str) -> None:
     with pytest.raises(FileNotFoundError, match=message):
         open_corpus(str(tmp_path / path), "char")
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.tokenizer='words'"):
-        open_corpus(str(tmp_path), "words")
+    (tmp_path / "x.txt").write_text("text", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"data\.tokenizer='words' is not known"):
+        open_corpus(str(tmp_path / "x.txt"), "words")
 
 
 def in_process(name: str, folder: Path, barrier: Barrier, log: Path) -> None:
