@@ -92,9 +92,11 @@ def decode(data: Tensor, source: str) -> Image:
     Raises ValueError, one line, for anything that is not a whole image of ours.
     """
     texts, tensors = unpack(data, source)
+    if "mingpt" not in texts:
+        raise ValueError(f"{source} is no snapshot image of mingpt; GPT-2's weights: python -m mingpt.interop import")
     try:
         metadata = json.loads(texts["mingpt"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{source} is no snapshot image of mingpt: its header cannot be read ({error!r})") from error
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
     if version != FORMAT_VERSION:

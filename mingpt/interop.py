@@ -138,18 +138,18 @@ def export_gpt2(source: str, out: str) -> list[str]:
 def new_folder(out: str) -> Iterator[Path]:
     """A folder to fill, which gets the name `out` once all is in it; where that fails nothing is left.
 
-    Raises ValueError where `out` is remote or holds something.
+    Raises ValueError where `out` is remote or there already.
     """
     if storage.is_remote(out):
         raise ValueError(f"--out={out} is remote; write into a local folder, then copy it")
     path = storage.local_path(out).resolve()
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    if path.exists():
         raise ValueError(f"--out={out} is there already; give a new name, or remove it")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        os.replace(temporary, path)  # an empty folder makes way
+        os.rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -172,7 +172,9 @@ def read_weights(source: str) -> tuple[str, dict[str, Tensor]]:
     if not name:
         if any(_exists(_join(home, other)) for other in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
             raise ValueError(f"{source} holds pytorch_model.bin only, which is not read: {_CONVERT}")
-        raise FileNotFoundError(f"{source} has no {names[0]}; name a folder that has, or a .safetensors file")
+        raise FileNotFoundError(
+            f"{source!r} has no {names[0]}: name a folder that has, a .safetensors file, or a hub's hf://OWNER/NAME"
+        )
     shards = [name]
     if name.endswith(".json"):
         weight_map = _read_json(_join(home, name)).get("weight_map")
@@ -194,13 +196,15 @@ _CONVERT = (
 def to_ours(tensors: dict[str, Tensor], config: GPTConfig, source: str) -> dict[str, Tensor]:
     """An image's tensors: GPT-2's with our names and orientation, the vocabulary padded. Whether they fit is not seen.
 
-    Raises ValueError where the head is not tied to the token table.
+    Raises ValueError where the head is not tied to the token table, or the table has another size.
     """
     named = {name.removeprefix("transformer."): t for name, t in tensors.items() if not name.endswith(_MASKS)}
     table, head = named.get("wte.weight"), named.pop("lm_head.weight", None)
     if table is not None:
         if head is not None and not torch.equal(head, table):
             raise ValueError(f"{source}: lm_head.weight differs from wte.weight; only a tied head can be imported")
+        if len(table) != config.vocab_size:
+            raise ValueError(f"{source}: wte.weight has {len(table)} rows, but vocab_size={config.vocab_size}")
         named["wte.weight"] = F.pad(table, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
     return {f"model.transformer.{name}": t.mT if name.endswith(_TRANSPOSED) else t for name, t in named.items()}
 

@@ -271,6 +271,7 @@ def test_training_goes_on_from_an_imported_model(runs: Runs, run: Call) -> None:
         ({"n_layer": 1}, "h.1.attn.c_attn.bias [96] instead of nothing"),
         ({"n_embd": 64}, "[96] instead of [192]"),
         ({"n_positions": 25}, "wpe.weight [24, 32] instead of [25, 32]"),
+        ({"vocab_size": 10**15}, "wte.weight has 290 rows, but vocab_size=1000000000000000"),
         ({"vocab_size": 289}, "290 tokens, but the model vocab_size=289"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -333,6 +334,7 @@ def test_sources_that_are_none(theirs: Path, run: Call, tmp_path: Path) -> None:
     for source in (tmp_path / "nothing", theirs / "model.safetensors"):
         code, _, err = run("export", source, "--out", tmp_path / "ours")
         assert code == 2 and str(source) in err and err.count("\n") == 1
+    assert "python -m mingpt.interop import" in err
     own = tmp_path / "own.safetensors"
     own.write_bytes(encode({"model.table": torch.ones(2)}, {"model": None, "tokenizer": None}).numpy().tobytes())
     assert "the user's own model" in run("export", own, "--out", tmp_path / "ours")[2]
@@ -350,12 +352,11 @@ def test_gpt2s_own_tokenizer_is_not_guessed_for_a_small_vocabulary(theirs: Path,
 def test_what_is_there_stays(theirs: Path, run: Call, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    for out in (tmp_path / "full", theirs / "config.json", "s3://bucket/gpt2"):
+    for out in (tmp_path / "full", theirs / "config.json", "s3://bucket/gpt2", "", "."):
         code, _, err = run("import", theirs, "--out", out)
         assert code == 2 and f"--out={out}" in err and err.count("\n") == 1
     assert os.listdir(tmp_path / "full") == ["mine"]
-    (tmp_path / "full" / "mine").unlink()
-    assert run("import", theirs, "--out", tmp_path / "full")[0] == 0
+    assert run("import", theirs, "--out", tmp_path / "a" / "new" / "one")[0] == 0
 
 
 @pytest.mark.parametrize("command", ["import", "export"])
