@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import secrets
+import shlex
 import shutil
 import sys
 import tempfile
@@ -93,8 +94,8 @@ def import_gpt2(source: str, out: str) -> list[str]:
     return [
         f"{out}: GPT-2 of {model.num_parameters():,} parameters, {config.n_layer} layers, {config.n_head} heads, "
         f"{config.n_embd} wide, block {config.block_size}; tokenizer {tokenizer.kind}, {tokenizer.vocab_size} tokens",
-        f"sample from it  python -m mingpt.sample {out}",
-        f"train on        python train_gpt.py configs/finetune_gpt2.yaml --snapshot.init_from={out}",
+        f"sample from it  python -m mingpt.sample {shlex.quote(out)}",
+        f"train on        python train_gpt.py configs/finetune_gpt2.yaml --snapshot.init_from={shlex.quote(out)}",
     ]
 
 
