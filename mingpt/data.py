@@ -329,7 +329,7 @@ class Index:
     @property
     def fingerprint(self) -> str:
         """sha256 (hex) of the bytes of all shards and of the split: other shard sizes, another fingerprint."""
-        return _sha256(json.dumps([[shard.sha256 for shard in split] for split in (self.train, self.val)]))
+        return sha256(json.dumps([[shard.sha256 for shard in split] for split in (self.train, self.val)]))
 
     def to_json(self) -> bytes:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
@@ -372,7 +372,7 @@ def _remote_folder(uri: str, cache_gb: float) -> TokenFile:
     index = read_index(raw, f"{uri}/{INDEX}")
     cache = _private_folder("folders")
     folder = cache / _hex(raw.decode())
-    with _only_process(cache, uri):
+    with only_process(cache, uri):
         folder.mkdir(exist_ok=True)
         storage.remove_leftovers(folder)
         os.utime(folder)
@@ -393,13 +393,13 @@ def _remote_folder(uri: str, cache_gb: float) -> TokenFile:
         return open_folder(folder)
 
 
-def _verified(uri: str, sha256: str) -> Iterator[bytes]:
+def _verified(uri: str, expected: str) -> Iterator[bytes]:
     digest = hashlib.sha256()
     with storage.open_read(uri) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             yield chunk
-    if digest.hexdigest() != sha256:
+    if digest.hexdigest() != expected:
         raise OSError(f"{uri} has other bytes than {INDEX} beside it says; start again, or upload the folder again")
 
 
@@ -437,12 +437,13 @@ def cut(texts: Iterable[str], size: int = 1 << 20) -> Iterator[str]:
     """
     text = ""
     for more in texts:
-        text += more
-        while len(text) > size:
-            word_end = _WORD_END.match(text, 0, size + 1)
-            at = word_end.end() if word_end else size
-            yield text[:at]
-            text = text[at:]
+        text, start = text + more, 0
+        while len(text) - start > size:
+            word_end = _WORD_END.match(text, start, start + size + 1)
+            at = word_end.end() if word_end else start + size
+            yield text[start:at]
+            start = at
+        text = text[start:]
     if text:
         yield text
 
@@ -518,8 +519,8 @@ def open_corpus(path: str, tokenizer: str, vocab_size: int = 4096, cache_gb: flo
             raise FileNotFoundError(f"data.path={path} does not exist; give a text or token file, a folder or a URI")
         if local.is_dir():
             local = _made_by_folder(local)
-            if local.name == INDEX:
-                return open_folder(local.parent)
+        if local.name == INDEX:
+            return open_folder(local.parent)
         with open(local, "rb") as file:
             if file.read(len(_MAGIC)) == _MAGIC:
                 return open_tokens(local)
@@ -532,7 +533,7 @@ def open_corpus(path: str, tokenizer: str, vocab_size: int = 4096, cache_gb: flo
     folder = _cache_folder(path, name)
     prepared = folder / name
     if not prepared.exists():
-        with _only_process(folder, path):
+        with only_process(folder, path):
             if not prepared.exists():  # else whoever held the lock before has made it
                 _prepare(path, prepared, tokenizer, vocab_size)
                 for old in set(folder.glob(f"{stem}*.tokens")) - {prepared}:
@@ -576,7 +577,7 @@ def _made_by_folder(folder: Path) -> Path:
             f"data.path={folder} has neither {INDEX} nor input.txt nor prepare.py; give a text, a URI, or a folder "
             "that python -m mingpt.prepare has finished"
         )
-    with _only_process(_cache_folder(str(text), script.name), str(folder)):
+    with only_process(_cache_folder(str(text), script.name), str(folder)):
         if not made():
             log.info("running %s", script)
             command = [sys.executable, str(script.resolve())]
@@ -613,7 +614,7 @@ def _private_folder(name: str) -> Path:
 
 
 @contextmanager
-def _only_process(folder: Path, work: str) -> Iterator[None]:
+def only_process(folder: Path, work: str) -> Iterator[None]:
     """Holds the folder's lock, which the kernel lets go when its holder ends, however it ends."""
     with open(folder / "lock", "ab") as lock:
         try:
@@ -626,10 +627,11 @@ def _only_process(folder: Path, work: str) -> Iterator[None]:
 
 
 def _hex(text: str) -> str:
-    return _sha256(text)[:16]
+    return sha256(text)[:16]
 
 
-def _sha256(text: str) -> str:
+def sha256(text: str) -> str:
+    """Of its UTF-8, hex; a file's name may hold other bytes."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
