@@ -516,7 +516,9 @@ def open_corpus(path: str, tokenizer: str, vocab_size: int = 4096, cache_gb: flo
     if not storage.is_remote(path):
         local = storage.local_path(path)
         if not local.exists():
-            raise FileNotFoundError(f"data.path={path} does not exist; give a text or token file, a folder or a URI")
+            script = local.parent / "prepare.py"
+            cure = f"`python {script}` makes it" if script.exists() else "give a text or token file, a folder or a URI"
+            raise FileNotFoundError(f"data.path={path} does not exist; {cure}")
         if local.is_dir():
             local = _made_by_folder(local)
         if local.name == INDEX:

@@ -27,7 +27,7 @@ IMPORTS: dict[str, set[str]] = {
     "trainer": {"data", "optim", "distributed", "reduction", "image", "snapshot", "elastic", "metrics"},
     "sample": {"snapshot", "model", "tokenizer"},
     "__init__": {"model", "snapshot", "trainer"},  # on first use, for `from mingpt import GPT`
-    "prepare": {"data", "tokenizer", "storage"},  # mingpt/prepare.py; and data/*/prepare.py, which use it too
+    "prepare": {"data", "tokenizer", "storage", "prepare"},  # mingpt/prepare.py and those in data/, which use it
 }
 IMPORTS["train_gpt"] = set(IMPORTS)  # train_gpt.py puts everything together
 
