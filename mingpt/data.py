@@ -14,7 +14,6 @@ torch is imported where tensors are made: who only prepares a text needs none of
 from __future__ import annotations
 
 import codecs
-import fcntl
 import hashlib
 import io
 import itertools
@@ -30,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -184,6 +183,8 @@ _TELL = 5.0  # seconds between two lines about a long text
 class Shards:
     """Several 1-D arrays read as one, as far as feeding needs: its length, contiguous slices, arrays of indices."""
 
+    ndim, dtype = 1, np.dtype(np.uint32)
+
     def __init__(self, parts: Sequence[Ids]) -> None:
         self._parts = parts
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
@@ -199,7 +200,7 @@ class Shards:
             firsts = self._ends - [len(part) for part in self._parts]
             cuts = zip(self._parts, firsts.tolist(), strict=True)
             return Shards([part[max(start - first, 0) : max(stop - first, 0)] for part, first in cuts])
-        ids = np.empty(where.shape, np.uint32)
+        ids = np.empty(where.shape, self.dtype)
         holders = np.searchsorted(self._ends, where, side="right")
         for k in np.unique(holders):
             held = holders == k
@@ -518,9 +519,12 @@ def open_corpus(path: str, tokenizer: str, vocab_size: int = 4096, cache_gb: flo
         if not local.exists():
             script = local.parent / "prepare.py"
             cure = f"`python {script}` makes it" if script.exists() else "give a text or token file, a folder or a URI"
-            raise FileNotFoundError(f"data.path={path} does not exist; {cure}")
+            where = "" if local.is_absolute() else f" in {Path.cwd()}"
+            raise FileNotFoundError(f"data.path={path} does not exist{where}; {cure}")
         if local.is_dir():
             local = _made_by_folder(local)
+        if not local.is_file():  # a fifo would wait for ever, and cannot be read twice
+            raise ValueError(f"data.path={path} is no regular file; write the text into one first")
         if local.name == INDEX:
             return open_folder(local.parent)
         with open(local, "rb") as file:
@@ -534,13 +538,23 @@ def open_corpus(path: str, tokenizer: str, vocab_size: int = 4096, cache_gb: flo
     name = f"{stem}{_hex(storage.identity(path))}.tokens"
     folder = _cache_folder(path, name)
     prepared = folder / name
-    if not prepared.exists():
+    if (corpus := _cached(prepared)) is None:
         with only_process(folder, path):
-            if not prepared.exists():  # else whoever held the lock before has made it
+            if (corpus := _cached(prepared)) is None:  # else whoever held the lock before has made it
+                if prepared.exists():
+                    log.warning("%s is damaged: making it again", prepared)
                 _prepare(path, prepared, tokenizer, vocab_size)
                 for old in set(folder.glob(f"{stem}*.tokens")) - {prepared}:
                     old.unlink()  # of the text as it was before; who has it mapped keeps it
-    return open_tokens(prepared)
+                corpus = open_tokens(prepared)
+    return corpus
+
+
+def _cached(path: Path) -> TokenFile | None:
+    """The token file at `path`, or None where there is none that is whole."""
+    with suppress(FileNotFoundError, ValueError):
+        return open_tokens(path)
+    return None
 
 
 def _prepare(uri: str, path: Path, kind: str, vocab_size: int) -> None:
@@ -618,12 +632,12 @@ def _private_folder(name: str) -> Path:
 @contextmanager
 def only_process(folder: Path, work: str) -> Iterator[None]:
     """Holds the folder's lock, which the kernel lets go when its holder ends, however it ends."""
-    with open(folder / "lock", "ab") as lock:
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another process to prepare %s", work)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            held.enter_context(storage.lock(folder / "lock", patience=0))
+        except BlockingIOError as holder:
+            log.info("waiting for another process (%s) to prepare %s", holder, work)
+            held.enter_context(storage.lock(folder / "lock"))
         storage.remove_leftovers(folder)
         yield
 

@@ -77,7 +77,7 @@ def sample(arguments: argparse.Namespace) -> None:
     prompt = read_prompt(arguments)
     model, tokenizer, info = load_snapshot(arguments.snapshot, device)
     loss = "not evaluated" if info.get("val_loss") is None else f"val loss {info['val_loss']:.4f}"
-    tell(f"{arguments.snapshot}: step {info['step']}, {loss}, {model.num_parameters():,} parameters, on {device}")
+    tell(f"{arguments.snapshot}: step {info['step']}, {loss}, {model.config.num_parameters:,} parameters, on {device}")
 
     prompt, ids = encode(prompt, tokenizer, arguments.unknown)
     if len(ids) > model.config.block_size:

@@ -672,6 +672,27 @@ def test_a_prepared_text_takes_no_lock(tmp_path: Path, monkeypatch: pytest.Monke
     open_corpus(str(tmp_path / "x.txt"), "char")
 
 
+@pytest.mark.parametrize("damage", [b"", b"junk", b"MINGPTOK\xff\xff"])
+def test_a_damaged_preparation_is_made_again(
+    tmp_path: Path, preparations: list[str], damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("abc")
+    first = open_corpus(str(path), "char")
+    first.path.write_bytes(damage)
+    again = open_corpus(str(path), "char")
+    assert again.fingerprint == first.fingerprint
+    assert len(preparations) == 2
+    assert "is damaged: making it again" in caplog.text
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), os.devnull):
+        with pytest.raises(ValueError, match="is no regular file"):
+            open_corpus(path, "char")
+
+
 def test_a_token_file_is_opened_as_it_is(tmp_path: Path, token_file: Path, preparations: list[str]) -> None:
     assert open_corpus(str(token_file), "char").tokens.tolist() == [0, 1, 2]
     assert not preparations and not (tmp_path / ".mingpt-cache").exists()
@@ -790,7 +811,7 @@ def test_who_comes_second_says_that_it_waits(tmp_path: Path, caplog: pytest.LogC
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage() == "waiting for another process to prepare x":
+            if re.fullmatch(r"waiting for another process \(process \d+ on .+\) to prepare x", record.getMessage()):
                 waiting.set()
 
     def hold() -> None:
