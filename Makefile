@@ -11,8 +11,8 @@ setting = $(patsubst --$(1)=%,$(2)%,$(filter --$(1)=%,$(subst --$(1) ,--$(1)=,$(
 RUN = $(firstword $(call setting,snapshot.uri) $(call setting,out_dir) $(call setting,name,runs/) runs/shakespeare_char)
 # A worker for each GPU or core, at most the 4 cells of the config's step. One thread in each of two processes computes
 # more than two threads in one: the small operations between the matrix products do not divide.
-WORKERS = $(shell $(VENV)/bin/python -c "import os, torch; print(min(4, torch.cuda.device_count() or \
-	(1 if torch.backends.mps.is_available() else os.cpu_count())))")
+WORKERS = $(shell $(VENV)/bin/python -c "import torch; print(min(4, torch.cuda.device_count() or \
+	(1 if torch.backends.mps.is_available() else torch.get_num_threads())))")
 
 .PHONY: train test proof check gpu-check clean
 

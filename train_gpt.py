@@ -62,7 +62,16 @@ def train(argv: Sequence[str]) -> int:
     )
     max_steps = config.train.max_steps or grid.steps(config.train.max_epochs or 1)
     distributed.seed_process(mix(config.seed))
-    model = make_model(config, corpus).to(world.device)
+    shape = GPTConfig(
+        vocab_size=corpus.tokenizer.vocab_size,
+        block_size=config.model.block_size,
+        **config.model.shape,
+        dropout=config.model.dropout,
+        bias=config.model.bias,
+        activation_checkpointing=config.model.activation_checkpointing,
+    )
+    check_size(shape, grid, max_steps, world)
+    model = GPT(shape).to(world.device)
     self_check(model, grid, corpus.tokens[n_train:], max_steps, config)
     description = flatten(config) | {f"model.{key}": value for key, value in config.model.shape.items()}
     description |= {
@@ -78,7 +87,7 @@ def train(argv: Sequence[str]) -> int:
         with StopSignals() as signals:
             # Which run it continues: rank 0 looks, every rank obeys.
             run, snapshots = find_run(world, config)
-            found, start = find_start(world, config, snapshots, model, corpus, description, hardware)
+            found, start = find_start(world, config, run, snapshots, model, corpus, description, hardware)
             if start["step"] >= max_steps:
                 log.info(
                     "finished already: %d of %d steps; a larger --train.max_steps goes on", start["step"], max_steps
@@ -171,6 +180,7 @@ def find_run(world: World, config: Config) -> tuple[Run, Snapshots]:
 def find_start(
     world: World,
     config: Config,
+    run: Run,
     snapshots: Snapshots,
     model: GPT,
     corpus: TokenFile,
@@ -187,6 +197,8 @@ def find_start(
     def look() -> dict[str, Any]:
         newest = snapshots.newest()
         if newest is None:
+            if run.generation > 1:
+                log.warning("no snapshot of this run is in %s: starting over at step 0", snapshots.folder)
             if config.snapshot.resume == "must":
                 raise ValueError(f"snapshot.resume=must, but no snapshot is in {snapshots.folder}; take resume=auto")
             if config.snapshot.init_from:
@@ -208,6 +220,8 @@ def find_start(
 
 def check_symbols(saved: dict[str, Any], corpus: TokenFile, source: str) -> None:
     """Raises ValueError where the weights of `source` were trained on other tokens; it names other characters."""
+    if not saved.get("tokenizer"):
+        raise ValueError(f"{source} holds another kind of model, which the Trainer was given from Python")
     trained, tokenizer = tokenizer_from_dict(saved["tokenizer"]), corpus.tokenizer
     if trained.fingerprint == tokenizer.fingerprint:
         return
@@ -232,9 +246,11 @@ def open_books(
     out_dir = config.run_dir
 
     def write() -> None:
-        snapshot.record_run(run, [out_dir, snapshots.folder], {"name": config.name, "config": description})
-        storage.replace_file(out_dir / "config.yaml", [to_yaml(config).encode()])
-        snapshots.clean()
+        try:
+            snapshots.claim(run, out_dir, {"name": config.name, "config": description})
+            storage.replace_file(out_dir / "config.yaml", [to_yaml(config).encode()])
+        except OSError as error:
+            raise OSError(f"{told(error)}; see to it, or give another out_dir or snapshot.uri") from error
 
     distributed.decide(world, write)
     if world.local_rank == 0 and not world.is_main:  # on every node
@@ -245,21 +261,29 @@ def open_books(
 def losses_after(step: int, config: Config) -> dict[int, float]:
     """What was logged beyond `step` before a restart, by step."""
     rows = metrics.read_metrics(config.run_dir / "metrics.jsonl")
-    return {row["step"]: row["train/loss"] for row in rows if row.get("step", 0) > step and "train/loss" in row}
+    return {row["step"]: float(row["train/loss"]) for row in rows if row.get("step", 0) > step and "train/loss" in row}
 
 
-def make_model(config: Config, corpus: TokenFile) -> GPT:
-    """The GPT that the config describes, for the vocabulary of the corpus."""
-    return GPT(
-        GPTConfig(
-            vocab_size=corpus.tokenizer.vocab_size,
-            block_size=config.model.block_size,
-            **config.model.shape,
-            dropout=config.model.dropout,
-            bias=config.model.bias,
-            activation_checkpointing=config.model.activation_checkpointing,
-        )
-    )
+def check_size(shape: GPTConfig, grid: Grid, max_steps: int, world: World) -> None:
+    """Raises ValueError for what no machine of this kind holds, such as a mistyped power of ten."""
+    host = distributed.memory_bytes(torch.device("cpu")) // world.local_world_size
+    device = distributed.memory_bytes(world.device) if world.device.type == "cuda" else host
+    cells = len(share(world.rank, world.world_size, grid.cells))
+    sizes = {
+        # float32 weights, gradients and AdamW's two moments
+        f"a model of {shape.num_parameters:,} parameters (model.n_layer={shape.n_layer}, model.n_embd={shape.n_embd}, "
+        f"model.block_size={shape.block_size})": (16 * shape.num_parameters, device),
+        # ids and targets as int64, of a step and of the next; also the order of the whole step
+        f"a batch of train.global_batch_size={grid.global_batch_size}": (
+            32 * cells * grid.micro_batch_size * grid.block_size + 64 * grid.global_batch_size,
+            host,
+        ),
+    }
+    for what, (needed, there) in sizes.items():
+        if needed > there:
+            raise ValueError(f"{what} needs {needed / 1e9:,.1f} GB a worker, of {there / 1e9:,.1f} GB: make it smaller")
+    if max_steps >= 2**31:
+        raise ValueError(f"train.max_epochs comes to {max_steps} steps, more than 2**31 - 1: make it smaller")
 
 
 def self_check(model: GPT, grid: Grid, val_tokens: Any, max_steps: int, config: Config) -> None:
@@ -302,7 +326,7 @@ def show_start(
     )  # fmt: skip
     log.info(
         "model %s parameters, %d layers, %d heads, %d wide, block %d, vocabulary %d",
-        f"{model.num_parameters():,}", model.config.n_layer, model.config.n_head, model.config.n_embd,
+        f"{model.config.num_parameters:,}", model.config.n_layer, model.config.n_head, model.config.n_embd,
         model.config.block_size, model.config.vocab_size,
     )  # fmt: skip
     log.info(
@@ -358,10 +382,15 @@ def report(error: Exception, rank: int) -> int:
     """
     if rank:
         time.sleep(3)
-    problems = error.problems if isinstance(error, ConfigError) else [" ".join(str(error).split())]
+    problems = error.problems if isinstance(error, ConfigError) else [" ".join(told(error).split())]
     for problem in problems:
         print(f"error: {f'[rank {rank}] ' if rank else ''}{problem}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
+
+
+def told(error: Exception) -> str:
+    """What an error says; one of the system without its number and the quotes around the file."""
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 
 def is_meant(error: Exception) -> bool:
@@ -376,7 +405,7 @@ def main() -> int:
     metrics.open_console(rank)
     try:
         return train(sys.argv[1:]) or 0
-    except (ValueError, OSError, ArithmeticError) as error:
+    except (ValueError, OSError, ArithmeticError, snapshot.TakenOverError) as error:
         if not is_meant(error):
             raise
         return report(error, rank)

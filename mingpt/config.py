@@ -7,7 +7,6 @@ jsonargparse decides whether a value has its setting's type. The comments beside
 import difflib
 import inspect
 import logging
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -24,19 +23,20 @@ log = logging.getLogger(__name__)
 
 Value = bool | int | float | str | None
 
-Count = Annotated[int, "at least 0"]
-Size = Annotated[int, "at least 1"]
-Amount = Annotated[float, "at least 0"]
-Positive = Annotated[float, "above 0"]
+Count = Annotated[int, "from 0 to 2**31 - 1"]
+Size = Annotated[int, "from 1 to 2**31 - 1"]
+Amount = Annotated[float, "from 0 to 1e9"]
+Positive = Annotated[float, "above 0, at most 1e9"]
 Fraction = Annotated[float, "at least 0 and below 1"]
 Text = Annotated[str, "not empty"]
 Folder = Annotated[str, "a local folder's path"]
 LocalUri = Annotated[str, "a local folder's path or file:// URI, no remote one"]
-_LIMITS: dict[str, Callable[[Any], bool]] = {  # NaN and infinity pass none of them
-    "at least 0": lambda value: 0 <= value < math.inf,
-    "at least 1": lambda value: 1 <= value < math.inf,
-    "at least 257": lambda value: 257 <= value < math.inf,
-    "above 0": lambda value: 0 < value < math.inf,
+_LIMITS: dict[str, Callable[[Any], bool]] = {  # NaN and infinity pass none of them; a product of two fits in 64 bits
+    "from 0 to 2**31 - 1": lambda value: 0 <= value < 2**31,
+    "from 1 to 2**31 - 1": lambda value: 1 <= value < 2**31,
+    "from 257 to 2**31 - 1": lambda value: 257 <= value < 2**31,
+    "from 0 to 1e9": lambda value: 0 <= value <= 1e9,
+    "above 0, at most 1e9": lambda value: 0 < value <= 1e9,
     "at least 0 and below 1": lambda value: 0 <= value < 1,
     "from 0 to 1": lambda value: 0 <= value <= 1,
     "from 0 to 2**63 - 1": lambda value: 0 <= value < 2**63,
@@ -76,7 +76,7 @@ class DataSection:
 
     path: Text = "data/shakespeare"  # text or prepared folder, or its URI; token file; folder with a prepare.py
     tokenizer: Literal["char", "gpt2", "bpe"] = "char"  # of a text: by character, GPT-2's, or learned from the text
-    vocab_size: Annotated[int, "at least 257"] = 4096  # tokens that bpe learns, <|endoftext|> included; bpe only
+    vocab_size: Annotated[int, "from 257 to 2**31 - 1"] = 4096  # tokens that bpe learns, <|endoftext|> too; bpe only
     val_fraction: Fraction = 0.1  # last share of the tokens, for validation; 0 = none; a prepared folder brings its own
     cache_gb: Positive = 100.0  # most disk space for folders downloaded from URIs, older ones make room, in GB
 
@@ -305,7 +305,7 @@ def _contradictions(config: Config, kind: str) -> list[tuple[str, bool, str]]:
 
 
 def _not_a_divisor(number: int, whole: int) -> str:
-    candidates = range(1, min(whole, 10_000) + 1)  # a mistyped 10**12 must not take minutes
+    candidates = range(1, min(whole, 10_000) + 1)  # a mistyped 10**9 must not take minutes
     nearest = min((it for it in candidates if whole % it == 0), key=lambda it: abs(it - number))
     return f"{number} does not divide {whole}, but {nearest} does"
 

@@ -14,7 +14,6 @@ torch is imported where tensors are made: who only prepares a text needs none of
 from __future__ import annotations
 
 import codecs
-import fcntl
 import hashlib
 import io
 import itertools
@@ -30,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -184,6 +183,8 @@ _TELL = 5.0  # seconds between two lines about a long text
 class Shards:
     """Several 1-D arrays read as one, as far as feeding needs: its length, contiguous slices, arrays of indices."""
 
+    ndim, dtype = 1, np.dtype(np.uint32)
+
     def __init__(self, parts: Sequence[Ids]) -> None:
         self._parts = parts
         self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
@@ -199,7 +200,7 @@ class Shards:
             firsts = self._ends - [len(part) for part in self._parts]
             cuts = zip(self._parts, firsts.tolist(), strict=True)
             return Shards([part[max(start - first, 0) : max(stop - first, 0)] for part, first in cuts])
-        ids = np.empty(where.shape, np.uint32)
+        ids = np.empty(where.shape, self.dtype)
         holders = np.searchsorted(self._ends, where, side="right")
         for k in np.unique(holders):
             held = holders == k
@@ -329,7 +330,7 @@ class Index:
     @property
     def fingerprint(self) -> str:
         """sha256 (hex) of the bytes of all shards and of the split: other shard sizes, another fingerprint."""
-        return _sha256(json.dumps([[shard.sha256 for shard in split] for split in (self.train, self.val)]))
+        return sha256(json.dumps([[shard.sha256 for shard in split] for split in (self.train, self.val)]))
 
     def to_json(self) -> bytes:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
@@ -372,7 +373,7 @@ def _remote_folder(uri: str, cache_gb: float) -> TokenFile:
     index = read_index(raw, f"{uri}/{INDEX}")
     cache = _private_folder("folders")
     folder = cache / _hex(raw.decode())
-    with _only_process(cache, uri):
+    with only_process(cache, uri):
         folder.mkdir(exist_ok=True)
         storage.remove_leftovers(folder)
         os.utime(folder)
@@ -393,13 +394,13 @@ def _remote_folder(uri: str, cache_gb: float) -> TokenFile:
         return open_folder(folder)
 
 
-def _verified(uri: str, sha256: str) -> Iterator[bytes]:
+def _verified(uri: str, expected: str) -> Iterator[bytes]:
     digest = hashlib.sha256()
     with storage.open_read(uri) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             yield chunk
-    if digest.hexdigest() != sha256:
+    if digest.hexdigest() != expected:
         raise OSError(f"{uri} has other bytes than {INDEX} beside it says; start again, or upload the folder again")
 
 
@@ -437,12 +438,13 @@ def cut(texts: Iterable[str], size: int = 1 << 20) -> Iterator[str]:
     """
     text = ""
     for more in texts:
-        text += more
-        while len(text) > size:
-            word_end = _WORD_END.match(text, 0, size + 1)
-            at = word_end.end() if word_end else size
-            yield text[:at]
-            text = text[at:]
+        text, start = text + more, 0
+        while len(text) - start > size:
+            word_end = _WORD_END.match(text, start, start + size + 1)
+            at = word_end.end() if word_end else start + size
+            yield text[start:at]
+            start = at
+        text = text[start:]
     if text:
         yield text
 
@@ -515,11 +517,16 @@ def open_corpus(path: str, tokenizer: str, vocab_size: int = 4096, cache_gb: flo
     if not storage.is_remote(path):
         local = storage.local_path(path)
         if not local.exists():
-            raise FileNotFoundError(f"data.path={path} does not exist; give a text or token file, a folder or a URI")
+            script = local.parent / "prepare.py"
+            cure = f"`python {script}` makes it" if script.exists() else "give a text or token file, a folder or a URI"
+            where = "" if local.is_absolute() else f" in {Path.cwd()}"
+            raise FileNotFoundError(f"data.path={path} does not exist{where}; {cure}")
         if local.is_dir():
             local = _made_by_folder(local)
-            if local.name == INDEX:
-                return open_folder(local.parent)
+        if not local.is_file():  # a fifo would wait for ever, and cannot be read twice
+            raise ValueError(f"data.path={path} is no regular file; write the text into one first")
+        if local.name == INDEX:
+            return open_folder(local.parent)
         with open(local, "rb") as file:
             if file.read(len(_MAGIC)) == _MAGIC:
                 return open_tokens(local)
@@ -531,13 +538,23 @@ def open_corpus(path: str, tokenizer: str, vocab_size: int = 4096, cache_gb: flo
     name = f"{stem}{_hex(storage.identity(path))}.tokens"
     folder = _cache_folder(path, name)
     prepared = folder / name
-    if not prepared.exists():
-        with _only_process(folder, path):
-            if not prepared.exists():  # else whoever held the lock before has made it
+    if (corpus := _cached(prepared)) is None:
+        with only_process(folder, path):
+            if (corpus := _cached(prepared)) is None:  # else whoever held the lock before has made it
+                if prepared.exists():
+                    log.warning("%s is damaged: making it again", prepared)
                 _prepare(path, prepared, tokenizer, vocab_size)
                 for old in set(folder.glob(f"{stem}*.tokens")) - {prepared}:
                     old.unlink()  # of the text as it was before; who has it mapped keeps it
-    return open_tokens(prepared)
+                corpus = open_tokens(prepared)
+    return corpus
+
+
+def _cached(path: Path) -> TokenFile | None:
+    """The token file at `path`, or None where there is none that is whole."""
+    with suppress(FileNotFoundError, ValueError):
+        return open_tokens(path)
+    return None
 
 
 def _prepare(uri: str, path: Path, kind: str, vocab_size: int) -> None:
@@ -576,7 +593,7 @@ def _made_by_folder(folder: Path) -> Path:
             f"data.path={folder} has neither {INDEX} nor input.txt nor prepare.py; give a text, a URI, or a folder "
             "that python -m mingpt.prepare has finished"
         )
-    with _only_process(_cache_folder(str(text), script.name), str(folder)):
+    with only_process(_cache_folder(str(text), script.name), str(folder)):
         if not made():
             log.info("running %s", script)
             command = [sys.executable, str(script.resolve())]
@@ -613,23 +630,24 @@ def _private_folder(name: str) -> Path:
 
 
 @contextmanager
-def _only_process(folder: Path, work: str) -> Iterator[None]:
+def only_process(folder: Path, work: str) -> Iterator[None]:
     """Holds the folder's lock, which the kernel lets go when its holder ends, however it ends."""
-    with open(folder / "lock", "ab") as lock:
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another process to prepare %s", work)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            held.enter_context(storage.lock(folder / "lock", patience=0))
+        except BlockingIOError as holder:
+            log.info("waiting for another process (%s) to prepare %s", holder, work)
+            held.enter_context(storage.lock(folder / "lock"))
         storage.remove_leftovers(folder)
         yield
 
 
 def _hex(text: str) -> str:
-    return _sha256(text)[:16]
+    return sha256(text)[:16]
 
 
-def _sha256(text: str) -> str:
+def sha256(text: str) -> str:
+    """Of its UTF-8, hex; a file's name may hold other bytes."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 

@@ -29,7 +29,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import json
 import platform
 import random
+import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,6 +41,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
@@ -87,9 +90,12 @@ def locate(device: str = "auto") -> World:
         count = torch.cuda.device_count()
         index = int(device.split(":")[1]) if ":" in device else local_rank
         if index >= count:
+            cure = (
+                f"start at most {count} processes here, or set device=cpu" if count else "set device=auto or device=cpu"
+            )
             raise ValueError(
                 f"device={device}: local rank {local_rank} needs cuda:{index}, but this machine has {count} CUDA "
-                f"devices; start at most {count} processes here, or set device=cpu"
+                f"devices; {cure}"
             )
         if world_size > 1 and ":" in device:
             raise ValueError(f"device={device}: with several ranks each takes its own; set device=cuda")
@@ -129,6 +135,13 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ValueError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; set dtype=auto")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The memory of the device, of all of this machine for CPUs and MPS."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _has_fast_bfloat16(device: torch.device) -> bool:
@@ -178,33 +191,56 @@ def connect(world: World, hello: Mapping[str, object], timeout_seconds: float) -
 def _connect(world: World, hello: Mapping[str, object], timeout: timedelta) -> None:
     store, _, _ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
     store.set_timeout(timeout)
+    store = PrefixStore(_formation(world, store, timeout), store)
     mine = {"hostname": socket.gethostname(), **hello}
-    store.set(f"mingpt/hello/{world.rank}", json.dumps(mine))
+    store.set(f"hello/{world.rank}", json.dumps(mine))
     # One rank compares and all obey: W readers of W greetings would be W * W reads of the store.
     if world.is_main:
         problems = []
         for rank in range(1, world.world_size):
-            theirs = json.loads(store.get(f"mingpt/hello/{rank}"))
+            theirs = json.loads(store.get(f"hello/{rank}"))
             problems += [
                 f"{key} is {theirs.get(key)} on rank {rank} ({theirs['hostname']}) but {value} on rank 0"
                 for key, value in hello.items()
                 if theirs.get(key) != value
             ]
-        store.set("mingpt/verdict", "; ".join(problems))
-    verdict = store.get("mingpt/verdict").decode()
+        store.set("verdict", "; ".join(problems))
+    verdict = store.get("verdict").decode()
     if verdict:
         raise ValueError(f"the ranks do not describe the same run: {verdict}; start all of them alike")
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(  # type: ignore[attr-defined]
-            "mingpt/group", store
-        ),
+        store=PrefixStore("group", store),
         rank=world.rank,
         world_size=world.world_size,
         timeout=timeout,
         device_id=world.device if world.device.type == "cuda" else None,
     )
+
+
+def _formation(world: World, store: Store, timeout: timedelta) -> str:
+    """A word that only this formation of the world uses.
+
+    torchrun's agents lend every attempt of a job the same store, in which the addresses of the dead still stand. So
+    rank 0's fresh word goes to each rank under a fresh word of that rank's own, until all have it.
+    """
+    mine = secrets.token_hex(8)
+    if not world.is_main:
+        store.set(f"mingpt/arrived/{world.rank}", mine)
+        word = store.get(f"mingpt/word/{mine}").decode()
+        store.set(f"mingpt/{word}/met/{mine}", "")
+        return f"mingpt/{word}"
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        # Who stands here may be of an older formation: look again until all have answered.
+        arrived = [store.get(f"mingpt/arrived/{rank}").decode() for rank in range(1, world.world_size)]
+        for theirs in arrived:
+            store.set(f"mingpt/word/{theirs}", mine)
+        if store.check([f"mingpt/{mine}/met/{theirs}" for theirs in arrived]):
+            return f"mingpt/{mine}"
+        time.sleep(0.02)
+    raise dist.DistStoreError("not all ranks arrived in time")
 
 
 def leave() -> None:
@@ -310,10 +346,10 @@ def describe(world: World) -> str:
     """The world in one phrase for the start line: ranks, hosts, restarts, endpoint."""
     if world.world_size == 1:
         return f"1 process on {socket.gethostname()}"
-    hosts = world.world_size // max(1, world.local_world_size)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     endpoint = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-    return f"{world.world_size} ranks on {hosts} host(s), restart {restart}, endpoint {endpoint}"
+    here = f"{world.world_size} ranks, {world.local_world_size} of them on this host"
+    return f"{here}, restart {restart}, endpoint {endpoint}"
 
 
 def _number(name: str, default: int) -> int:

@@ -11,7 +11,9 @@ _SAME_WISH_SECONDS = 2.0  # an agent and a terminal often deliver one Ctrl-C twi
 
 
 class StopSignals:
-    """While it is entered, SIGTERM, SIGINT and SIGUSR1 only note that a stop is wanted.
+    """While it is entered, SIGTERM, SIGINT, SIGUSR1 and SIGHUP only note that a stop is wanted.
+
+    SIGHUP (the terminal is gone) not where it is ignored already, as under nohup.
 
     A second SIGINT, more than two seconds after the first signal, leaves at once with code 130.
     """
@@ -22,7 +24,10 @@ class StopSignals:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.add(signal.SIGHUP)
+        for number in numbers:
             self._previous[number] = signal.signal(number, self._note)
         return self
 

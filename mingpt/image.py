@@ -35,6 +35,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PAGE = 4096  # bytes; where the tensors start: a header of a few more digits leaves an old buffer large enough
 _HEADER_LIMIT = 100 << 20  # bytes; safetensors' own limit
 
 
@@ -71,7 +72,7 @@ def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], buffer: Ten
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % _PAGE)
     first = 8 + len(text)
     if buffer is None or buffer.numel() < first + end:
         buffer = torch.empty(first + end, dtype=torch.uint8)

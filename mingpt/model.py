@@ -56,6 +56,13 @@ class GPTConfig:
         """Rows of the embedding table: a multiple of 64, the tile of a GPU's matrix units."""
         return math.ceil(self.vocab_size / 64) * 64
 
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, the tied one once and without the padding: 124,439,808 for gpt2 with its 50257 tokens."""
+        C, vector = self.n_embd, self.n_embd * (2 if self.bias else 1)  # of a layer norm, or of a bias beside a weight
+        block = 12 * C * C + 2 * vector + (9 * C if self.bias else 0)
+        return (self.vocab_size + self.block_size) * C + self.n_layer * block + vector
+
 
 class Cache:
     """One layer's keys and values of the tokens seen so far, so that a new token costs one token's work."""
@@ -193,18 +200,13 @@ class GPT(nn.Module):
         if low < 0 or high >= self.config.vocab_size:
             raise ValueError(f"idx holds ids from {low} to {high}; give 0 to vocab_size={self.config.vocab_size} - 1")
 
-    def num_parameters(self) -> int:
-        """Parameters, the tied one once and without the padding: 124,439,808 for gpt2 with its 50257 tokens."""
-        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
-        return sum(parameter.numel() for parameter in self.parameters()) - padding
-
     def flops_per_token(self) -> float:
         """Floating point operations to train on one token: 6 N + 12 L C T (PaLM, Chowdhery et al. 2022, appendix B).
 
         N leaves out the position table, which is only looked up; the token table counts, as it is the head.
         """
         c = self.config
-        return 6.0 * (self.num_parameters() - c.block_size * c.n_embd) + 12.0 * c.n_layer * c.n_embd * c.block_size
+        return 6.0 * (c.num_parameters - c.block_size * c.n_embd) + 12.0 * c.n_layer * c.n_embd * c.block_size
 
     def generate(
         self,

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from mingpt import distributed
 from mingpt.distributed import World
@@ -33,11 +34,10 @@ class FastReduction:
         self.loss_weight = world.world_size / cells
         self._cells = cells
         self._idle = idle
+        self._hooks: list[RemovableHandle] = []
         if idle:
             # Zero-filled, not weighted by zero: 0 * nan is nan.
-            for p in self._parameters:
-                if p.requires_grad:
-                    p.register_hook(torch.zeros_like)
+            self._hooks = [p.register_hook(torch.zeros_like) for p in self._parameters if p.requires_grad]
         if world.world_size > 1:
             # Ranks hold equal weights already, and buffers do not change in training: nothing to synchronise.
             with warnings.catch_warnings():
@@ -69,6 +69,11 @@ class FastReduction:
             return None
         distributed.all_reduce_sum(self._loss, self._world)
         return self._loss
+
+    def close(self) -> None:
+        """Leaves the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
 
     def blame(self) -> str:
         """What is known of where a non-finite gradient came from."""
@@ -142,7 +147,10 @@ class ExactReduction:
             if p.grad is None:
                 p.grad = torch.empty_like(p)
             p.grad.view(-1).copy_(part).mul_(scale)
-        return (self._loss[0].double() * scale) if with_loss else None
+        return self._loss[0].double() / (self.SCALE * self._cells) + 0 * scale if with_loss else None
+
+    def close(self) -> None:
+        """Leaves the model as it was: nothing was done to it."""
 
     def blame(self) -> str:
         """The names whose gradient was not finite, or too large for the sum, in the first such step, on any rank."""

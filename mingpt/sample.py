@@ -115,7 +115,7 @@ def sample(arguments: argparse.Namespace) -> None:
     prompts = [*map(read_prompt, arguments.prompt_file), *map(normalize, arguments.prompt)] or [""]
     model, tokenizer, info = load_snapshot(arguments.snapshot, device)
     loss = "not evaluated" if info.get("val_loss") is None else f"val loss {info['val_loss']:.4f}"
-    tell(f"{arguments.snapshot}: step {info['step']}, {loss}, {model.num_parameters():,} parameters, on {device}")
+    tell(f"{arguments.snapshot}: step {info['step']}, {loss}, {model.config.num_parameters:,} parameters, on {device}")
     with open(arguments.logprobs, "w", encoding="utf-8") if arguments.logprobs else nullcontext() as records:
         session = Session(model, tokenizer, device, arguments, records)
         if arguments.interactive:

@@ -13,10 +13,12 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from mingpt.tokenizer import Tokenizer, tokenizer_from_dict
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-\d{9,}-g\d+-[0-9a-f]{8}")
+_NAME = re.compile(r"step-(\d{9,})-g(\d+)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,20 @@ class Manifest:
         return self.facts["generation"], self.facts["step"]
 
 
+class TakenOverError(RuntimeError):
+    """This writer is no longer the run's: a later start is."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's identity and the number of this formation of the world."""
+
+    run_id: str
+    generation: int
+
+
 class Snapshots:
-    """The snapshots of one run in one folder; one process writes, any may read.
+    """The snapshots of one run in one folder; one process, which holds it by `claim`, writes, any may read.
 
     Kept are the newest `keep_last`, every one whose step is a multiple of `keep_interval` (0: none more), and the best
     by validation loss.
@@ -60,12 +74,49 @@ class Snapshots:
         self.run_id = run_id
         self._keep_last = keep_last
         self._keep_interval = keep_interval
+        self._found: list[Manifest] | None = None  # what `newest` chose from
+        self._locks = ExitStack()  # held until the process ends
+
+    def claim(self, run: Run, out_dir: Path, facts: Mapping[str, object], patience: float = 3.0) -> None:
+        """Makes this process the run's one writer until it ends, writes `run.json`, and clears what a killed one left.
+
+        Raises ValueError where another start of the run is alive for more than `patience` seconds (so long one that
+        was killed may take to be gone), or was since `open_run` and `newest`; OSError where it may not write.
+        """
+        with ExitStack() as locks:
+            for folder in (self.folder, out_dir):
+                folder.mkdir(parents=True, exist_ok=True)
+            for folder in {folder.resolve(): folder for folder in (self.folder, out_dir)}.values():
+                try:
+                    locks.enter_context(storage.lock(folder / ".lock", patience))
+                except BlockingIOError as error:
+                    raise ValueError(
+                        f"{folder} is in use by another start of this run ({error}): stop it, or start another run: "
+                        f"{_CURE}"
+                    ) from error
+            # A new run's id is not written anywhere yet, so the generation tells; the manifests what was saved since.
+            same = open_run(out_dir, self.folder).generation == run.generation
+            if not same or self._found not in (None, self.all()):
+                raise ValueError(f"another start of this run was faster in {self.folder}: start again to go on")
+            record_run(run, [self.folder, out_dir], facts)
+            self._clean(out_dir)
+            self._locks = locks.pop_all()
 
     def save(self, data: Tensor, *, step: int, generation: int, facts: Mapping[str, object]) -> Manifest:
         """Writes the image `data` (uint8), verifies it, writes its manifest, and removes what need not be kept.
 
-        Raises OSError where the disk is full or gives back other bytes; what was there stays valid.
+        Raises OSError where the disk is full or gives back other bytes, TakenOverError where the folder belongs to a
+        later start of the run by now; what was there stays valid.
         """
+        try:
+            record = _read_record(self.folder / "run.json")
+        except ValueError as error:
+            raise OSError(str(error)) from error
+        if record and (record["run_id"] != self.run_id or record["generation"] > generation):
+            raise TakenOverError(
+                f"{self.folder} was taken over by a later start (run {record['run_id']}, generation "
+                f"{record['generation']}; this is {self.run_id}, {generation}): the training stops here"
+            )
         path = self.folder / f"step-{step:09d}-g{generation}-{secrets.token_hex(4)}.json"
         weights_sha256, state_sha256 = sha256s(decode(data, str(path)).tensors)
         content = {
@@ -99,15 +150,25 @@ class Snapshots:
 
     def newest(self) -> tuple[Manifest, Image] | None:
         """The newest snapshot whose bytes verify, or None where there is none at all; see `newest_valid`."""
-        return newest_valid(self.all(), self.folder)
+        images = _listed(self.folder, ".safetensors")
+        if images and not _listed(self.folder, ".json"):
+            log.warning(
+                "%s HOLDS IMAGES BUT NO MANIFEST, so no snapshot: starting at step 0; %s and others like it are left "
+                "alone; if their manifests were lost, bring them back first, or start another run from this image by "
+                "--name=NEW --snapshot.init_from=IMAGE", self.folder, max(images).name,
+            )  # fmt: skip
+        self._found = self.all()
+        return newest_valid(self._found, self.folder)
 
-    def clean(self) -> None:
-        """Removes what a killed writer of this run left half-done. For the writer alone, before it writes."""
+    def _clean(self, out_dir: Path) -> None:
+        """Removes what a killed writer of this run left half-done."""
         storage.remove_leftovers(self.folder)
-        if not self.all():
-            return  # images alone may be all that is left of a run
-        for path in _listed(self.folder, ".safetensors"):
-            if not path.with_suffix(".json").exists() and _is_image_of(path, self.run_id):
+        storage.remove_leftovers(out_dir)
+        manifests = self.all()
+        for path in _listed(self.folder, ".safetensors") if manifests else ():
+            # An image older than every manifest may have lost its own: that is the user's to decide.
+            orphan = not path.with_suffix(".json").exists() and _order(path) > manifests[-1].order
+            if orphan and _is_image_of(path, self.run_id):
                 log.info("removing %s: its save was cut off before the manifest", path)
                 path.unlink(missing_ok=True)
 
@@ -122,7 +183,7 @@ class Snapshots:
         ]
         for manifest in manifests:
             if manifest.path not in [kept.path for kept in keep]:
-                # The manifest first: an image without one is no snapshot, and is cleaned up at the next start.
+                # The manifest first: an image without one is no snapshot.
                 manifest.path.unlink(missing_ok=True)
                 manifest.image_path.unlink(missing_ok=True)
 
@@ -141,7 +202,7 @@ def read_manifests(folder: Path) -> list[Manifest]:
                 raise TypeError("a field has the wrong type")
         except FileNotFoundError:
             continue  # pruned since it was listed
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, IsADirectoryError) as error:
             log.warning("ignoring the snapshot %s: its manifest is damaged (%r)", path, error)
             continue
         manifests.append(Manifest(path, facts))
@@ -178,9 +239,10 @@ def newest_valid(manifests: Sequence[Manifest], folder: Path) -> tuple[Manifest,
 
 def read_image(path: Path) -> Image:
     """The image in a local file, memory-mapped: its tensors are views of the file. Raises OSError, ValueError."""
-    size = path.stat().st_size
-    data = torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
-    return decode(data, str(path))
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty")
+    # Copy-on-write, so that torch takes it for memory like any other; nobody writes into it.
+    return decode(torch.from_numpy(np.memmap(path, np.uint8, mode="c")), str(path))
 
 
 def _read_verified(manifest: Manifest) -> Image:
@@ -194,6 +256,12 @@ def _read_verified(manifest: Manifest) -> Image:
     return read_image(path)
 
 
+def _order(path: Path) -> tuple[int, int]:
+    """`Manifest.order`, told by a name alone."""
+    step, generation = cast(re.Match[str], _NAME.fullmatch(path.stem)).groups()
+    return int(generation), int(step)
+
+
 def _is_image_of(path: Path, run_id: str) -> bool:
     try:
         return read_image(path).metadata.get("run_id") == run_id
@@ -202,14 +270,6 @@ def _is_image_of(path: Path, run_id: str) -> bool:
 
 
 # Whose run this is
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run's identity and the number of this formation of the world."""
-
-    run_id: str
-    generation: int
 
 
 def open_run(out_dir: Path, folder: Path) -> Run:
@@ -246,7 +306,11 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): restore it, or move the folder away to start over") from error
-    if not isinstance(record, dict) or not {"run_id", "generation"} <= record.keys():
+    if (
+        not isinstance(record, dict)
+        or not isinstance(record.get("run_id"), str)
+        or type(record.get("generation")) is not int
+    ):
         raise ValueError(f"{path} names no run: restore it, or move the folder away to start over")
     return record
 
@@ -332,7 +396,7 @@ def _told(changes: Mapping[str, tuple[Any, Any]]) -> str:
 def find_image(uri: str) -> tuple[str, Image]:
     """The image at `uri`: an image file (local or remote), a snapshot folder, or a run's folder; and where it lies.
 
-    In a folder the newest valid one of the newest run. Raises FileNotFoundError, OSError, ValueError.
+    In a folder the newest valid one. Raises FileNotFoundError, OSError, ValueError.
     """
     if storage.is_remote(uri):
         return uri, decode(torch.frombuffer(bytearray(storage.read_bytes(uri)), dtype=torch.uint8), uri)

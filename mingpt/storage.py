@@ -1,15 +1,23 @@
-"""Bytes at a URI: a name holds the old bytes or the new, never half.
+"""Bytes at a URI: a name holds the old bytes or the new, never half. And locks, so that one process writes.
 
 Local files are read and written here; whatever else fsspec knows (`memory://`, `https://`, `s3://` ...) can be read.
 """
 
+import fcntl
 import glob
+import logging
+import math
 import os
+import re
 import secrets
-from collections.abc import Iterable
-from contextlib import suppress
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+
+log = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
 
@@ -106,11 +114,40 @@ def replace_file(path: Path, chunks: Iterable[Bytes]) -> None:
                     view = view[file.write(view) :]
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and error.errno:
+            error.filename = str(path)  # a full disk names no file, and the temporary one means nothing to a user
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def lock(path: Path, patience: float = math.inf) -> Iterator[None]:
+    """Holds the lock file `path`, which the kernel gives back when its holder ends, however it ends.
+
+    Raises BlockingIOError, whose text is who has it, where that takes more than `patience` seconds; a file system
+    without locks is warned about.
+    """
+    deadline = time.monotonic() + patience
+    with open(path, "a+b", buffering=0) as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise BlockingIOError(file.read(200).decode(errors="replace") or "unknown process") from None
+                time.sleep(0.05)
+            except OSError as error:
+                log.warning("%s cannot be locked (%s): one process at a time, please", path, error.strerror)
+                break
+        with suppress(OSError):  # a full disk: the name is a courtesy
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
 
 
 def sync_folder(folder: Path) -> None:
@@ -125,7 +162,7 @@ def sync_folder(folder: Path) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Removes the temporary files that a killed `replace_file` left in `folder`; the caller is its only writer."""
     for name in os.listdir(folder):
-        if name.startswith(".") and name.endswith(".tmp"):
+        if re.fullmatch(r"\..+\.[0-9a-f]{8}\.tmp", name):
             (folder / name).unlink(missing_ok=True)
 
 

@@ -64,11 +64,8 @@ class CharTokenizer:
 
     @classmethod
     def from_text(cls, chunks: Iterable[str]) -> "CharTokenizer":
-        """The vocabulary of a text that may come in pieces; about 1 MB of memory for a text of any size."""
-        seen = np.zeros(0x110000, dtype=bool)
-        for chunk in chunks:
-            seen[_code_points(chunk)] = True
-        return cls(_text(np.flatnonzero(seen)))
+        """The vocabulary of a text that may come in pieces."""
+        return cls(symbols(chunks))
 
     @property
     def vocab_size(self) -> int:
@@ -231,6 +228,14 @@ class BPETokenizer:
 
 
 Tokenizer = CharTokenizer | BPETokenizer
+
+
+def symbols(chunks: Iterable[str]) -> str:
+    """The characters of a text that may come in pieces, sorted; about 1 MB of memory for a text of any size."""
+    seen = np.zeros(0x110000, dtype=bool)
+    for chunk in chunks:
+        seen[_code_points(chunk)] = True
+    return _text(np.flatnonzero(seen))
 
 
 def tokenizer_from_dict(description: dict[str, Any]) -> Tokenizer:

@@ -5,7 +5,8 @@
 
 `model` is any module whose `model(idx, targets)` returns `(anything, mean loss)`, the tokens any 1-D array of whole
 numbers. Under torchrun every rank runs the same lines between `distributed.connect` and `distributed.leave`, and the
-number of ranks changes nothing but the speed.
+number of ranks changes nothing but the speed: of models whose every parameter has a gradient in every step, and that
+keep no statistics of the batches (as BatchNorm does, on each rank its own).
 """
 
 import gc
@@ -30,6 +31,8 @@ from mingpt.reduction import ExactReduction, FastReduction
 from mingpt.snapshot import Manifest, Snapshots, model_tensors
 
 log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 10.0  # from a failed save to the next try
 
 
 class Trainer:
@@ -80,12 +83,15 @@ class Trainer:
         sample: Callable[[], str] | None = None,
         description: Mapping[str, object] | None = None,
     ) -> None:
+        check_tokens(train_tokens, "train_tokens")
         if global_batch_size % micro_batch_size:
             raise ValueError(f"train.micro_batch_size={micro_batch_size} does not divide {global_batch_size=}")
         self.world = world or distributed.locate()
         if reduction == "exact":
             if dtype == torch.float16 or self.world.device.type == "mps":
                 raise ValueError("exact reduction supports neither float16 nor MPS; take bfloat16, or a CPU or CUDA")
+            if any(p.dtype == torch.float16 for p in model.parameters()):
+                raise ValueError("exact reduction needs parameters of float32 or bfloat16, and there are float16 ones")
             distributed.make_deterministic()
         self.model = model.to(self.world.device)
         self.grid = Grid(len(train_tokens), block_size, global_batch_size, micro_batch_size, seed)
@@ -93,6 +99,7 @@ class Trainer:
         self.batches = Batches(train_tokens, self.grid, self.world.device)
         self.validation = None
         if val_tokens is not None and len(val_tokens):
+            check_tokens(val_tokens, "val_tokens")
             self.validation = Validation(val_tokens, block_size, micro_batch_size, eval_sequences)
         self.optimizer = make_optimizer(
             self.model, learning_rate=learning_rate, weight_decay=weight_decay, beta1=beta1, beta2=beta2
@@ -145,7 +152,7 @@ class Trainer:
         self._broken = torch.full((), -1, device=self.world.device)
         self._broken_seen = torch.full((), -1, pin_memory=self.world.device.type == "cuda")
         self._buffer: Tensor | None = None  # the last image's bytes, used again for the next
-        self._saved_at = time.monotonic()
+        self._saved_at, self._save_failed = time.monotonic(), False  # when it was tried last, and how that ended
         self._restored = False
         self._restored_compiled: bool | None = None
         self._first_step = 0
@@ -187,7 +194,7 @@ class Trainer:
             distributed.seed_all(mix(self._seed, self.step, cell))  # dropout does not know who runs it
             with self.reduction.cell(last=cell == self.share[-1]):
                 with self._autocast():
-                    _, loss = self.reduction.module(idx, targets)
+                    loss = loss_of(self.reduction.module(idx, targets))
                 self.scaler.scale(loss * self.reduction.loss_weight).backward()
             self.reduction.add(loss)
         self._loss = self.reduction.finish(with_loss=self._is_log_due(self.step + 1))
@@ -232,7 +239,8 @@ class Trainer:
         return self._eval_interval > 0 and self.step % self._eval_interval == 0  # before the first step too
 
     def _is_save_overdue(self) -> bool:
-        seconds = self._save_interval_seconds
+        """Whether rank 0's newest snapshot is older than it should be; one that failed is made up for in seconds."""
+        seconds = RETRY_SECONDS if self._save_failed else self._save_interval_seconds
         return self.world.is_main and seconds > 0 and time.monotonic() - self._saved_at > seconds
 
     def _autocast(self) -> torch.autocast:
@@ -276,8 +284,7 @@ class Trainer:
         idx, targets = self.batches.cells(self.step, range(1))[0]
         try:
             with self.reduction.cell(last=self.world.world_size == 1), self._autocast():
-                _, loss = self.reduction.module(idx, targets)
-                loss.backward()
+                loss_of(self.reduction.module(idx, targets)).backward()
         except Exception as error:  # noqa: BLE001  the compiler's own kinds are many and private
             failed += 1
             reason = (str(error).strip().splitlines() or [""])[0]
@@ -345,8 +352,8 @@ class Trainer:
         for i in share(self.world.rank, self.world.world_size, len(self.validation)):
             idx, targets = self.validation.cell(i, self.world.device)
             with self._autocast():
-                _, loss = self.model(idx, targets)
-            means[i], counts[i] = loss, targets.numel()
+                means[i] = loss_of(self.model(idx, targets))
+            counts[i] = targets.numel()
         self.model.train(was_training)
         sums = torch.stack([means.cpu().double() * counts, counts])  # one wait for the device; MPS has no float64
         distributed.all_reduce_sum(sums, self.world)
@@ -369,7 +376,7 @@ class Trainer:
         """Saves at `step`, on rank 0. A failure is told at once and made up at the next chance; the last one raises."""
         if int(self._broken) >= 0:  # the one wait for the device: no snapshot hides a broken update
             self._report_broken()
-        self._saved_at = time.monotonic()
+        self._saved_at, self._save_failed = time.monotonic(), False
         saved = self.last_manifest is not None and self.last_manifest.facts["step"] == self.step
         if self.snapshots is None or saved:
             return
@@ -384,7 +391,8 @@ class Trainer:
         except OSError as error:
             if last:
                 raise OSError(f"the snapshot of step {self.step} cannot be saved: {error}") from error
-            log.warning("the snapshot of step %d is not saved: %s; trying again when the next is due", self.step, error)
+            log.warning("the snapshot of step %d is not saved: %s; trying again soon", self.step, error)
+            self._save_failed = True
             return
         log.info("saved %s in %.1f s", self.last_manifest.image_path, time.monotonic() - started)
 
@@ -457,8 +465,27 @@ class Trainer:
     def close(self) -> None:
         """Ends the reading thread and drops DDP, which must go before the process group: at exit gloo aborts else."""
         self.batches.close()
-        self.__dict__.pop("reduction", None)
+        if reduction := self.__dict__.pop("reduction", None):
+            reduction.close()
         gc.collect()
+
+
+def check_tokens(tokens: Tokens, name: str) -> None:
+    """Raises ValueError for what is no 1-D array of whole numbers, such as a list or a tensor."""
+    if getattr(tokens, "ndim", None) != 1 or getattr(tokens.dtype, "kind", None) not in ("i", "u"):
+        shape = f" of {tokens.dtype} and shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else ""
+        raise ValueError(
+            f"{name} is a {type(tokens).__name__}{shape}; give a 1-D numpy array of whole numbers, as from np.asarray "
+            "or np.memmap"
+        )
+
+
+def loss_of(output: object) -> Tensor:
+    """The second of what `model(idx, targets)` returned. Raises ValueError where that is no loss."""
+    loss = output[1] if isinstance(output, tuple) and len(output) == 2 else None
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        raise ValueError("model(idx, targets) must return a pair, of which the second is the mean loss, a 0-d tensor")
+    return loss
 
 
 class _Stopwatch:

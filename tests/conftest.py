@@ -19,6 +19,9 @@ ROOT = Path(__file__).parent.parent
 # Few cores: a thread pool in each of several processes makes all of them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The tests are of what CPUs do, also where there is a GPU: tests/gpu_check.py is for those.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # A shell that runs the tests in the background ignores SIGINT, and every process started from here would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -128,6 +131,7 @@ class Runs:
 
 SMALL = """
 name: small
+device: cpu
 model: {preset: null, n_layer: 2, n_head: 2, n_embd: 16, block_size: 16, dropout: 0.1}
 data: {path: text.txt}
 optim: {warmup_steps: 5}

@@ -1,6 +1,8 @@
 """The grid's promises at any world size, token files, and one prepared file for every way in."""
 
+import hashlib
 import io
+import json
 import logging
 import math
 import multiprocessing
@@ -8,6 +10,7 @@ import os
 import re
 import signal
 import stat
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -475,6 +478,150 @@ def test_each_tokenizer_has_its_own_prepared_file(tmp_path: Path, preparations: 
     assert len(preparations) == 3 and sizes[1:] == [260, 265]
 
 
+# --- shards and prepared folders --------------------------------------------------------------------------------------
+
+
+@examples
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 60), st.integers(0, 60), st.data())
+def test_shards_read_as_one_array(sizes: list[int], start: int, stop: int, draw: st.DataObject) -> None:
+    whole = np.arange(sum(sizes), dtype=np.uint16)
+    shards = data.Shards(np.split(whole, np.cumsum(sizes)[:-1]) if sizes else [])
+    assert len(shards) == len(whole)
+    expected, part = whole[start:stop], shards[start:stop]
+    assert len(part) == len(expected)
+    where = draw.draw(st.lists(st.integers(0, len(expected) - 1), max_size=9)) if len(expected) else []
+    index = np.array([where, where], np.int64)
+    assert part[index].tolist() == expected[index].tolist()
+
+
+def write_folder(folder: Path, *splits: list[int]) -> data.Index:
+    """A prepared folder with shards of three tokens."""
+    folder.mkdir(exist_ok=True)
+    written = []
+    for name, ids in zip(("train", "val"), splits, strict=True):
+        shards = []
+        for i in range(0, len(ids), 3):
+            path = folder / f"{name}-{i // 3:05d}.tokens"
+            data.write_tokens(path, [np.array(ids[i : i + 3], np.uint16)], CharTokenizer("abcdefghij"))
+            raw = path.read_bytes()
+            shards.append(data.Shard(path.name, len(ids[i : i + 3]), len(raw), hashlib.sha256(raw).hexdigest()))
+        written.append(tuple(shards))
+    index = data.Index(written[0], written[1], {})
+    (folder / data.INDEX).write_bytes(index.to_json())
+    return index
+
+
+@pytest.fixture
+def folder_here(tmp_path: Path) -> Path:
+    write_folder(tmp_path / "prepared", [0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 0])
+    return tmp_path / "prepared"
+
+
+@pytest.fixture
+def folder_there(folder_here: Path) -> Iterator[str]:
+    memory = fsspec.filesystem("memory")
+    memory.put(str(folder_here), "/store/prepared", recursive=True)
+    yield "memory://store/prepared"
+    memory.rm("/store", recursive=True)
+
+
+def test_a_prepared_folder_is_one_stream_with_its_own_split(folder_here: Path) -> None:
+    corpus = open_corpus(str(folder_here), "char")
+    assert corpus.tokens[np.arange(11)].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
+    assert corpus.split(0.5) == 7 and corpus.tokenizer.vocab_size == 10
+    assert open_corpus(str(folder_here / "index.json"), "char").fingerprint == corpus.fingerprint
+    write_folder(folder_here, [0, 1, 2, 3], [])
+    assert open_corpus(str(folder_here), "char").split(0.5) == 2, "without validation of its own, as the config says"
+
+
+def test_batches_come_out_of_shards_as_out_of_an_array(folder_here: Path) -> None:
+    shards = open_corpus(str(folder_here), "char").tokens[:7]
+    grid = Grid(7, 2, 4, 2, seed=1)
+    for tokens in (shards, np.arange(7, dtype=np.uint16)):
+        batches = Batches(tokens, grid, CPU)
+        for starts, (idx, targets) in zip(grid.starts(3).reshape(2, 2), batches.cells(3, range(2)), strict=True):
+            assert idx[:, 0].tolist() == starts.tolist() and torch.equal(targets, idx + 1)
+        batches.close()
+    assert Validation(shards, 3, 2).cell(0, CPU)[1].tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("damage", ["swapped", "index", "version", "path", "missing"])
+def test_a_damaged_folder_is_refused(folder_here: Path, damage: str) -> None:
+    raw = json.loads((folder_here / "index.json").read_bytes())
+    if damage == "swapped":
+        (folder_here / "val-00001.tokens").rename(folder_here / "train-00001.tokens")
+    elif damage == "missing":
+        (folder_here / "train-00001.tokens").unlink()
+    raw["format"] = 2 if damage == "version" else 1
+    raw["train"][0]["name"] = "../x.tokens" if damage == "path" else raw["train"][0]["name"]
+    (folder_here / "index.json").write_text("{" if damage == "index" else json.dumps(raw), encoding="utf-8")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"prepare the folder again|No such file"):
+        open_corpus(str(folder_here), "char")
+
+
+def test_a_folder_at_a_uri_is_downloaded_once(
+    folder_here: Path, folder_there: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    open_read = storage.open_read
+    monkeypatch.setattr(storage, "open_read", lambda uri: (read.append(uri), open_read(uri))[1])
+    for _ in range(2):
+        corpus = open_corpus(folder_there, "char")
+    assert corpus.fingerprint == open_corpus(str(folder_here), "char").fingerprint
+    assert corpus.tokens[np.arange(11)].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
+    assert len(read) == 2 + 5 and len({*read}) == 1 + 5, "the index each time, each file once"
+
+
+def test_a_folder_at_a_uri_is_verified_and_goes_on_after_a_failure(folder_there: str, private_temp: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    good = memory.cat("/store/prepared/val-00000.tokens")
+    memory.pipe("/store/prepared/val-00000.tokens", good[:-1] + b"\x07")
+    with pytest.raises(OSError, match=r"memory://store/prepared/val-00000\.tokens has other bytes than index\.json"):
+        open_corpus(folder_there, "char")
+    kept = {path.name for path in private_temp.rglob("*.tokens")}
+    assert kept == {"train-00000.tokens", "train-00001.tokens", "train-00002.tokens"}
+    memory.pipe("/store/prepared/val-00000.tokens", good)
+    assert len(open_corpus(folder_there, "char").tokens) == 11
+
+
+def test_the_cache_of_downloaded_folders_is_bounded(tmp_path: Path, private_temp: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for name in "abc":
+        write_folder(tmp_path / name, [ord(name) % 10, 1, 2], [3, 4])
+        memory.put(str(tmp_path / name), f"/store/{name}", recursive=True)
+    size = sum(file.stat().st_size for file in (tmp_path / "a").iterdir()) / 1e9
+    first = open_corpus("memory://store/a", "char", cache_gb=2.5 * size)
+    os.utime(first.path, (1, 1))
+    for name in "bc":
+        open_corpus(f"memory://store/{name}", "char", cache_gb=2.5 * size)
+    assert not first.path.exists() and len([*private_temp.glob("*/folders/*/")]) == 2
+    assert first.tokens[np.arange(5)].tolist() == [7, 1, 2, 3, 4], "who has it open keeps it"
+    with pytest.raises(ValueError, match=r"data\.cache_gb"):
+        open_corpus("memory://store/a", "char", cache_gb=size / 3)
+    memory.rm("/store", recursive=True)
+
+
+def test_two_gigabytes_of_tokens_take_no_memory_of_our_own(token_file: Path) -> None:
+    raw, count = token_file.read_bytes(), 1_000_000_000
+    header = raw[16:-6].replace(b'"count": 3', b'"count": 1000000000')
+    token_file.write_bytes(raw[:8] + len(header).to_bytes(8, "little") + header)
+    os.truncate(token_file, 16 + len(header) + 2 * count)
+    tokens = open_corpus(str(token_file), "char").tokens
+    grid = Grid(count, 1024, 64, 16, seed=1)
+    batches = Batches(tokens, grid, CPU)
+
+    def own() -> int:
+        status = Path("/proc/self/status").read_text(encoding="utf-8") if sys.platform == "linux" else "RssAnon: 0 kB"
+        return int(re.search(r"RssAnon:\s+(\d+)", status)[1])  # type: ignore[index]
+
+    batches.cells(0, range(grid.cells))
+    before = own()
+    for step in range(30):
+        batches.cells(step, range(grid.cells))
+    batches.close()
+    assert own() - before < 20_000  # kB; 200 MB are allowed
+
+
 # --- preparing once ---------------------------------------------------------------------------------------------------
 
 
@@ -521,8 +668,29 @@ def test_any_name_makes_a_file_name_and_none_takes_anothers_place(tmp_path: Path
 
 def test_a_prepared_text_takes_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus(tmp_path / "x.txt", b"text")
-    monkeypatch.delattr(data, "_only_process")  # a folder that someone else prepared may be read-only
+    monkeypatch.delattr(data, "only_process")  # a folder that someone else prepared may be read-only
     open_corpus(str(tmp_path / "x.txt"), "char")
+
+
+@pytest.mark.parametrize("damage", [b"", b"junk", b"MINGPTOK\xff\xff"])
+def test_a_damaged_preparation_is_made_again(
+    tmp_path: Path, preparations: list[str], damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("abc")
+    first = open_corpus(str(path), "char")
+    first.path.write_bytes(damage)
+    again = open_corpus(str(path), "char")
+    assert again.fingerprint == first.fingerprint
+    assert len(preparations) == 2
+    assert "is damaged: making it again" in caplog.text
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), os.devnull):
+        with pytest.raises(ValueError, match="is no regular file"):
+            open_corpus(path, "char")
 
 
 def test_a_token_file_is_opened_as_it_is(tmp_path: Path, token_file: Path, preparations: list[str]) -> None:
@@ -643,11 +811,11 @@ def test_who_comes_second_says_that_it_waits(tmp_path: Path, caplog: pytest.LogC
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage() == "waiting for another process to prepare x":
+            if re.fullmatch(r"waiting for another process \(process \d+ on .+\) to prepare x", record.getMessage()):
                 waiting.set()
 
     def hold() -> None:
-        with data._only_process(tmp_path, "x"):
+        with data.only_process(tmp_path, "x"):
             inside.set()
             assert waiting.wait(30)
 
@@ -656,7 +824,7 @@ def test_who_comes_second_says_that_it_waits(tmp_path: Path, caplog: pytest.LogC
     holder = threading.Thread(target=hold)
     holder.start()
     inside.wait(30)
-    with data._only_process(tmp_path, "x"):
+    with data.only_process(tmp_path, "x"):
         assert waiting.is_set()
     holder.join()
     data.log.removeHandler(handler)

@@ -180,15 +180,18 @@ def test_checkpointing_keeps_less() -> None:
 def test_parameter_counts_are_the_published_ones(preset: str, count: int) -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50257, **PRESETS[preset]))
-    assert model.num_parameters() == count
+    assert model.config.num_parameters == count
 
 
 def test_counts_by_hand() -> None:
+    for model in (tiny(), tiny(bias=False)):
+        padding = (model.config.padded_vocab_size - VOCAB) * model.config.n_embd
+        assert model.config.num_parameters == sum(p.numel() for p in model.parameters()) - padding
     L, C, T = 2, 32, BLOCK
     weights = VOCAB * C + T * C + L * (C * 3 * C + C * C + 2 * 4 * C * C) + (2 * L + 1) * C
     biases = L * (3 * C + C + 4 * C + C) + (2 * L + 1) * C
-    assert tiny(bias=False).num_parameters() == weights
-    assert tiny().num_parameters() == weights + biases
+    assert tiny(bias=False).config.num_parameters == weights
+    assert tiny().config.num_parameters == weights + biases
     assert tiny().flops_per_token() == 6 * (weights + biases - T * C) + 12 * L * C * T
 
 

@@ -20,6 +20,7 @@ from mingpt.tokenizer import CharTokenizer
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUICK = ["--train.max_steps=3", "--optim.warmup_steps=1", "--train.eval_sequences=16", "--train.num_threads=1"]
 FINETUNE = ["--data.tokenizer=char", "--model.preset=gpt-nano", "--model.block_size=32", "--train.max_epochs=null"]
+TINY = ["--model.preset=gpt-nano", "--model.block_size=64", "--train.global_batch_size=16"]
 
 
 def blocks(language: str) -> list[str]:
@@ -36,6 +37,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "data/shakespeare/input.txt").write_text("ROMEO:\n" + text(20000), encoding="utf-8")
     (folder / "my.txt").write_text(text(5000), encoding="utf-8")
     make_gpt2(folder)
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "a.jsonl").write_text('{"text": "a document"}\n' * 900, encoding="utf-8")
+    (folder / "fineweb.txt").write_text(text(50_000), encoding="utf-8")
+    run(folder, "python", "-m", "mingpt.prepare", "fineweb.txt", "--out=data/fineweb/prepared", "--tokenizer=gpt2")
     return folder
 
 
@@ -99,9 +104,9 @@ def test_every_python_example(checkout: Path) -> None:
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config(checkout: Path, config: Path) -> None:
-    overrides = [] if config.stem == "smoke" else QUICK
-    if config.stem == "finetune_gpt2":
-        overrides = [*QUICK, *FINETUNE, "--snapshot.init_from=gpt2.safetensors"]
+    tuned = [*QUICK, *FINETUNE, "--snapshot.init_from=gpt2.safetensors"]
+    special = {"smoke": [], "gpt2_124m": [*QUICK, *TINY], "finetune_gpt2": tuned}
+    overrides = special.get(config.stem, QUICK)
     output = run(checkout, "python", "train_gpt.py", f"configs/{config.name}", f"--name=test-{config.stem}", *overrides)
     assert "weights_sha256" in output
     command = config.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")

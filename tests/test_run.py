@@ -7,11 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, Runs, free_port, read_until_step, text
+
+import train_gpt
+from mingpt.data import Grid
+from mingpt.distributed import World
+from mingpt.model import GPTConfig
 
 
 def sums(output: str) -> tuple[str, str]:
@@ -30,7 +37,9 @@ def test_a_run_ends_by_naming_everything_and_running_it_again_says_so(runs: Runs
         assert needed in output
     assert [row["step"] for row in runs.rows() if "val/loss" in row] == [0, 20, 40]
     assert len([row for row in runs.rows() if row["step"] == 20]) == 1, "the last row of a step wins: one holds all"
-    assert {"run.json", "config.yaml", "metrics.jsonl", "snapshots"} == set(os.listdir(runs.folder / "runs/small"))
+    assert {".lock", "run.json", "config.yaml", "metrics.jsonl", "snapshots"} == set(
+        os.listdir(runs.folder / "runs/small")
+    )
 
     again = runs()
     assert "finished already: 40 of 40" in again
@@ -91,7 +100,7 @@ def test_exact_mode_is_one_run_through_changing_world_sizes(runs: Runs) -> None:
 def test_torchrun_in_fast_mode_is_the_single_process_within_tolerance(runs: Runs) -> None:
     runs("--name=one")
     output = runs("--name=three", ranks=3, launcher="torchrun")
-    assert "3 ranks on 1 host(s)" in output
+    assert "3 ranks, 3 of them on this host" in output
     one, three = runs.losses("one"), runs.losses("three")
     np.testing.assert_allclose(list(three.values()), list(one.values()), rtol=1e-5)
     assert output.count("step 40/40") == 1, "rank 0 alone speaks"
@@ -123,6 +132,37 @@ def test_workers_die_with_their_agent(runs: Runs) -> None:
     while workers_in(runs.folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not workers_in(runs.folder)
+
+
+def test_a_second_start_of_the_same_run_is_refused(runs: Runs) -> None:
+    first = runs.start("--train.max_steps=1000000", "--snapshot.save_interval=5")
+    read_until_step(first, 6)
+    assert f"in use by another start of this run (process {first.pid} on" in refused(runs, "--train.max_steps=1000000")
+    read_until_step(first, 12)  # which goes on
+    first.kill()
+    first.communicate()
+    again = runs.start("--train.max_steps=1000000")
+    assert "going on at step" in read_until_step(again, 12), "the kernel gave the lock back"
+
+
+def test_agents_restart_a_killed_worker_at_their_own_pace(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's store still holds the addresses of the dead, and here rank 0 looks long before rank 1 arrives."""
+    (runs.folder / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "if os.environ.get('RANK') == '1' and os.environ.get('TORCHELASTIC_RESTART_COUNT') == '1': time.sleep(4)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(runs.folder))
+    command = runs.command("--train.max_steps=400", ranks=2, launcher="torchrun")
+    command.insert(command.index("--standalone"), "--max-restarts=1")
+    process = subprocess.Popen(command, cwd=runs.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    runs.started.append(process)
+    said = read_until_step(process, 15)
+    worker = next(number for number in workers_in(runs.folder) if int(number) != process.pid)
+    os.kill(int(worker), signal.SIGKILL)
+    output = said + process.communicate()[0]
+    assert process.returncode == 0, output
+    assert re.search("generation 2: 2 ranks, 2 of them on this host, restart 1", output)
+    assert runs.manifest()["step"] == 400
 
 
 def workers_in(folder: Path) -> list[str]:
@@ -162,7 +202,24 @@ def test_texts_that_cannot_be_trained_on(runs: Runs, content: bytes, expected: s
 
 def test_missing_text_and_wrong_device(runs: Runs) -> None:
     assert "data.path=elsewhere.txt does not exist" in refused(runs, "--data.path=elsewhere.txt")
-    assert "cuda" in refused(runs, "--device=cuda")
+    assert "has 0 CUDA devices; set device=auto or device=cpu" in refused(runs, "--device=cuda")
+    assert "a model of 54,0" in refused(runs, "--model.n_embd=3000000", "--model.n_layer=500", "--model.n_head=1")
+
+
+@pytest.mark.parametrize(
+    ("shape", "grid", "max_steps", "message"),
+    [
+        ({"n_layer": 10**8}, {}, 1, "a model of .* parameters .*make it smaller"),
+        ({}, {"global_batch_size": 2**31 - 1, "block_size": 9}, 1, "global_batch_size=2147483647 needs"),
+        ({}, {}, 2**31, "max_epochs comes to 2147483648 steps"),
+        ({}, {}, 2**31 - 1, ""),
+    ],
+)
+def test_sizes_that_no_machine_holds(shape: dict[str, int], grid: dict[str, int], max_steps: int, message: str) -> None:
+    model = GPTConfig(vocab_size=9, **{"n_layer": 1, "n_head": 1, "n_embd": 8, **shape})
+    cells = Grid(**{"n_tokens": 99, "block_size": 9, "global_batch_size": 2, "micro_batch_size": 1, "seed": 0, **grid})
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        train_gpt.check_size(model, cells, max_steps, World(0, 0, 1, 1, torch.device("cpu")))
 
 
 def test_all_config_problems_at_once_by_rank_0_alone(runs: Runs) -> None:
@@ -237,7 +294,7 @@ def test_ranks_started_by_hand_and_the_old_local_rank_option(runs: Runs) -> None
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert "2 ranks on" in outputs[0]
+    assert "2 ranks, 2 of them on" in outputs[0]
     assert outputs[1] == ""
 
 

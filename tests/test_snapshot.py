@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from mingpt.model import GPT, GPTConfig
 from mingpt.snapshot import (
     Run,
     Snapshots,
+    TakenOverError,
     changes_on_resume,
     find_image,
     load_snapshot,
@@ -176,13 +178,93 @@ def test_cleaning_removes_what_a_killed_save_left_and_nothing_else(tmp_path: Pat
     orphan.write_bytes(image(2).numpy().tobytes())
     foreign = tmp_path / "step-000000003-g1-00000000.safetensors"
     foreign.write_bytes(image(3, run_id="them").numpy().tobytes())
-    leftover = tmp_path / f".{orphan.name}.abcd1234.tmp"
-    leftover.write_bytes(b"half")
-    Snapshots(tmp_path, "us").clean()
+    out = tmp_path / "out"
+    out.mkdir()
+    leftovers = [tmp_path / f".{orphan.name}.abcd1234.tmp", out / ".run.json.abcd1234.tmp"]
+    for leftover in leftovers:
+        leftover.write_bytes(b"half")
+    (tmp_path / ".mail.tmp").write_bytes(b"someone's")
+    older = tmp_path / "step-000000005-g0-00000000.safetensors"
+    older.write_bytes(image(5).numpy().tobytes())
+    ours = Snapshots(tmp_path, "us")
+    ours.claim(Run("us", 2), out, {})
+    assert older.exists(), "it may have lost its manifest"
     assert not orphan.exists()
-    assert not leftover.exists()
+    assert not any(leftover.exists() for leftover in leftovers)
+    assert (tmp_path / ".mail.tmp").exists()
     assert foreign.exists()
     assert kept(tmp_path) == [1]
+
+
+def test_images_without_any_manifest_are_told_of_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1, 2)
+    for manifest in read_manifests(tmp_path):
+        manifest.path.unlink()
+    again = Snapshots(tmp_path, "us")
+    assert again.newest() is None
+    assert "HOLDS IMAGES BUT NO MANIFEST" in caplog.text
+    run = open_run(tmp_path, tmp_path)
+    again = Snapshots(tmp_path, run.run_id)
+    again.claim(run, tmp_path, {})
+    again.save(image(1, run.run_id), step=1, generation=run.generation, facts={})
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
+def test_one_start_at_a_time(tmp_path: Path) -> None:
+    out, folder = tmp_path / "out", tmp_path / "snapshots"
+    run = open_run(out, folder)
+    first = Snapshots(folder, run.run_id)
+    first.claim(run, out, {})
+    for place in ((out, tmp_path / "other"), (tmp_path / "other", folder)):  # either of the two is enough
+        second = open_run(*place)
+        with pytest.raises(
+            ValueError, match=rf"in use by another start of this run \(process {os.getpid()} on .*stop it"
+        ):
+            Snapshots(place[1], second.run_id).claim(second, place[0], {}, patience=0)
+    second = open_run(out, folder)
+    waiting = Snapshots(folder, second.run_id)
+    assert waiting.newest() is None
+    first.save(image(5, run.run_id), step=5, generation=1, facts={})
+    del first  # as when its process ends
+    for late in (Snapshots(folder, run.run_id), run), (waiting, second):
+        with pytest.raises(ValueError, match="another start of this run was faster"):
+            late[0].claim(late[1], out, {})
+    assert waiting.newest() is not None
+    waiting.claim(second, out, {})
+
+
+def test_one_folder_by_two_names_is_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    Snapshots(tmp_path / "link", "us").claim(Run("us", 1), tmp_path, {}, patience=0)
+
+
+def test_a_writer_that_was_overtaken_stops(tmp_path: Path) -> None:
+    late = Snapshots(tmp_path, "us")
+    record_run(Run("us", 1), [tmp_path], {})
+    late.save(image(1), step=1, generation=1, facts={})
+    record_run(Run("us", 2), [tmp_path], {})
+    with pytest.raises(TakenOverError, match="taken over by a later start"):
+        late.save(image(2), step=2, generation=1, facts={})
+    record_run(Run("them", 1), [tmp_path], {})
+    with pytest.raises(TakenOverError, match="taken over by a later start"):
+        late.save(image(2), step=2, generation=1, facts={})
+    assert kept(tmp_path) == [1]
+
+
+def test_any_folder_name_will_do(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9 \xf0\x9f\x90\x8c")
+    folder.mkdir()
+    save(folder, 1)
+    found = Snapshots(folder, "us").newest()
+    assert found is not None
+    assert found[1].metadata["step"] == 1
+
+
+def test_a_folder_in_a_manifests_place_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "step-000000009-g1-00000000.json").mkdir()
+    assert kept(tmp_path) == [1]
+    assert "ignoring the snapshot" in caplog.text
 
 
 def test_replace_file_leaves_the_old_bytes_when_the_new_ones_fail(tmp_path: Path) -> None:
@@ -214,9 +296,10 @@ def test_a_run_keeps_its_name_and_counts_its_generations(tmp_path: Path) -> None
     record_run(first, [folder], {})
     with pytest.raises(ValueError, match="different runs"):
         open_run(out, folder)
-    (out / "run.json").write_text("5")
-    with pytest.raises(ValueError, match=r"run\.json names no run"):
-        open_run(out, folder)
+    for odd in ("5", '{"run_id": 5, "generation": 1}', '{"run_id": "x", "generation": "1"}', '{"run_id": "x"}'):
+        (out / "run.json").write_text(odd)
+        with pytest.raises(ValueError, match=r"run\.json names no run"):
+            open_run(out, folder)
     (out / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"run\.json is damaged"):
         open_run(out, folder)

@@ -18,6 +18,7 @@ from mingpt.image import Image, decode, encode, sha256s
 from mingpt.metrics import Metrics, read_metrics
 from mingpt.model import GPT, GPTConfig
 from mingpt.optim import learning_rate_at
+from mingpt.reduction import FastReduction
 from mingpt.snapshot import Snapshots, read_manifests
 from mingpt.trainer import Trainer
 
@@ -195,14 +196,17 @@ def test_a_broken_last_update_is_told_before_anything_is_made_of_it() -> None:
 def test_no_snapshot_is_taken_right_after_a_broken_update(tmp_path: Path) -> None:
     calls = iter(range(10**6))
     broken = trainer(
-        Broken(lambda idx: next(calls) == 4 * 4), snapshots=Snapshots(tmp_path, "us"), save_interval=5, eval_interval=0
+        Broken(lambda idx: next(calls) == 4 * 4),
+        snapshots=Snapshots(tmp_path, "us"),
+        save_interval=5,
+        eval_interval=0,
     )
     with pytest.raises(ArithmeticError, match="update 4 .*there is no snapshot"):
         broken.fit()
     assert read_manifests(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_stops_after_a_step_with_everything_saved(number: int, tmp_path: Path) -> None:
     metrics = Recorder({7: lambda: signal.raise_signal(number)})
     stopping = trainer(metrics=metrics, snapshots=Snapshots(tmp_path, "us"), save_interval=0)
@@ -307,11 +311,12 @@ def test_a_full_disk_is_told_and_made_up_for(
         return save(data, **kwargs)
 
     monkeypatch.setattr(snapshots, "save", full)
+    monkeypatch.setattr("mingpt.trainer.RETRY_SECONDS", 1e-9)
     with pytest.raises(OSError, match=r"step 30 cannot be saved.*No space"):
         trainer(snapshots=snapshots, save_interval=10, eval_interval=0).fit()
-    assert tries == [10, 20, 30]
+    assert tries == [10, 11, 20, 30]
     assert "step 10 is not saved" in caplog.text
-    assert [manifest.facts["step"] for manifest in read_manifests(tmp_path)] == [20]
+    assert [manifest.facts["step"] for manifest in read_manifests(tmp_path)] == [20, 11]
 
 
 def test_exact_mode_says_when_a_replayed_step_differs(caplog: pytest.LogCaptureFixture) -> None:
@@ -357,6 +362,63 @@ def test_a_users_own_model_trains_and_resumes(tmp_path: Path) -> None:
     assert "model.scale" in found[1].tensors
 
 
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (TOKENS.tolist(), "train_tokens is a list; give a 1-D numpy array of whole numbers"),
+        (TOKENS.tobytes(), "train_tokens is a bytes;"),
+        (torch.arange(99), r"train_tokens is a Tensor of torch.int64 and shape \(99,\);"),
+        (TOKENS.astype(float), r"train_tokens is a ndarray of float64 and shape \(900,\);"),
+        (TOKENS.reshape(2, -1), r"train_tokens is a ndarray of uint16 and shape \(2, 450\);"),
+    ],
+)
+def test_tokens_of_another_kind_are_refused(tokens: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Trainer(gpt(), tokens, block_size=8)
+
+
+class Returning(Bigram):
+    def __init__(self, output: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Any:
+        return self.output(self.table(idx))
+
+
+@pytest.mark.parametrize("output", [lambda x: x, lambda x: (x, None), lambda x: (x, x), lambda x: (x, 1.0)])
+def test_a_model_without_a_loss_is_refused(output: Callable[[Tensor], object]) -> None:
+    with pytest.raises(ValueError, match="must return a pair, of which the second is the mean loss"):
+        Trainer(Returning(output), TOKENS, block_size=8).fit()
+
+
+def test_an_idle_rank_leaves_the_model_as_it_was() -> None:
+    model = nn.Linear(2, 1)
+    idle = FastReduction(model, distributed.locate("cpu"), 1, idle=True)
+    for expected in (0, 1):
+        model.weight.grad = None
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.sum() == 2 * expected
+        idle.close()
+
+
+def test_a_longer_header_needs_no_second_buffer() -> None:
+    state = {"model.weight": torch.ones(1000)}
+    first = encode(state, {"step": 1})
+    assert encode(state, {"step": 10**9, "val_loss": 1.23456789}, first).data_ptr() == first.data_ptr()
+
+
+def test_hangup_is_no_stop_where_it_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert not signals.wanted
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_rows_survive_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path)
@@ -374,7 +436,7 @@ def test_metrics_that_cannot_be_written_are_told_of_once(tmp_path: Path, caplog:
     assert len(caplog.records) == 1
 
 
-def test_float16_keeps_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_keeps_its_scale() -> None:
     first = trainer(dtype=torch.float16, max_steps=10)
     first.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
     first.fit()

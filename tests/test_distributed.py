@@ -1,0 +1,38 @@
+"""How a world forms, without processes."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mingpt.distributed import World, _formation
+
+
+def world(rank: int) -> World:
+    return World(rank, rank, 2, 2, torch.device("cpu"))
+
+
+def test_a_formation_is_not_misled_by_what_an_older_one_left() -> None:
+    store, soon = dist.HashStore(), timedelta(seconds=30)  # type: ignore[attr-defined]
+    store.set("mingpt/arrived/0", "dead0")
+    store.set("mingpt/arrived/1", "dead1")
+    store.set("mingpt/word/dead1", "dead0")
+    store.set("mingpt/dead0/met/dead1", "")
+    words: list[str] = []
+    main = threading.Thread(target=lambda: words.append(_formation(world(0), store, soon)))
+    main.start()
+    while store.get("mingpt/word/dead1") == b"dead0":  # until rank 0 took the dead one for its peer
+        time.sleep(0.01)
+    words.append(_formation(world(1), store, soon))
+    main.join(30)
+    assert words[0] == words[1] != "mingpt/dead0"
+
+
+def test_a_rank_that_never_comes_is_told_in_time() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set("mingpt/arrived/1", "dead1")
+    with pytest.raises(dist.DistStoreError, match="not all ranks arrived in time"):
+        _formation(world(0), store, timedelta(seconds=0.05))
