@@ -149,7 +149,7 @@ class Transformer(nn.Module):
         if padding is not None:
             keys, queries = torch.arange(start + idx.size(1), device=idx.device), positions.unsqueeze(1)
             seen = (keys <= queries) & (keys >= padding.view(-1, 1, 1))
-            # Padding sees itself alone: with nothing to see it would be nan, and 0 * nan is nan where it is not seen.
+            # Padding sees itself alone: some kernels give nan where nothing is seen, and 0 * nan is nan.
             mask = (seen | (keys == queries)).unsqueeze(1)
             positions = (positions - padding.unsqueeze(1)).clamp(min=0)
         x: Tensor = self.drop(self.wte(idx) + self.wpe(positions))
