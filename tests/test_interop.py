@@ -11,6 +11,7 @@ import fsspec
 import pytest
 import torch
 from conftest import Runs, text
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -222,9 +223,23 @@ def test_transformers_opens_what_is_exported(tmp_path: Path, run: Call, tokenize
     assert all((back.tensors[name] == 0).all() for name in back.tensors.keys() - original.tensors.keys())
 
 
+def test_merges_are_those_that_the_ranks_mean(run: Call, tmp_path: Path) -> None:
+    single = [bytes([byte]) for byte in range(256)]
+    tokenizer = BPETokenizer("bpe", (*single, b"bc", b"ab", b"abc", b"aba", b"abab"))
+    assert run("export", image_file(tmp_path / "image", tokenizer), "--out", tmp_path / "out")[0] == 0
+    merges = (tmp_path / "out" / "merges.txt").read_text(encoding="utf-8").splitlines()
+    assert merges == ["#version: 0.2", "b c", "a b", "a bc", "ab a", "ab ab"]  # not "ab c": "bc" comes first
+
+    unreachable = image_file(tmp_path / "unreachable", BPETokenizer("bpe", (*single, b"abc")))
+    code, _, err = run("export", unreachable, "--out", tmp_path / "none")
+    assert code == 2 and "b'abc' is not made of two earlier ones" in err
+
+
 def test_their_weights_come_back_with_the_same_bits(theirs: Path, run: Call, tmp_path: Path) -> None:
     run("import", theirs, "--out", tmp_path / "ours")
     run("export", tmp_path / "ours", "--out", tmp_path / "back")
+    with safe_open(tmp_path / "back" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers before 5 opens no other
     before, after = load_file(theirs / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     for name, read in {"vocab.json": json.loads, "merges.txt": str}.items():
