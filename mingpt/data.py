@@ -4,9 +4,14 @@ Everything that chooses data is a pure function of the seed and the position, so
 step, at any world size. Tokens lie in one file that is mapped, not read: the pages in use count as page cache, which
 the kernel takes back under pressure, and processes of one host share them; memory of our own stays that of a batch.
 
-A token file carries its tokenizer, so that whoever has a snapshot can sample. Ids of another origin need no file from
-here: `Trainer` and everything below "feeding" take any 1-D numpy array of whole numbers, an `np.memmap` too.
+A token file carries its tokenizer, so that whoever has a snapshot can sample. A prepared folder (mingpt/prepare.py)
+holds many, read as one stream. Ids of another origin need no file from here: `Trainer` and everything below "feeding"
+take any 1-D numpy array of whole numbers, an `np.memmap` too.
+
+torch is imported where tensors are made: who only prepares a text needs none of its 200 MB.
 """
+
+from __future__ import annotations
 
 import codecs
 import hashlib
@@ -16,28 +21,32 @@ import json
 import logging
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from mingpt import storage
-from mingpt.tokenizer import CharTokenizer, Tokenizer, tokenizer_from_dict
+from mingpt.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, tokenizer_from_dict
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-Tokens = NDArray[np.unsignedinteger]
+Ids = NDArray[np.unsignedinteger]
 _U64 = TypeVar("_U64", int, NDArray[Any])  # one number or an array of uint64
 _64_BITS = (1 << 64) - 1
 
@@ -171,17 +180,57 @@ _CHUNK = 1 << 22  # bytes; a text of any size is prepared in some 150 MB
 _TELL = 5.0  # seconds between two lines about a long text
 
 
+class Shards:
+    """Several 1-D arrays read as one, as far as feeding needs: its length, contiguous slices, arrays of indices."""
+
+    ndim, dtype = 1, np.dtype(np.uint32)
+
+    def __init__(self, parts: Sequence[Ids]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, where: slice | NDArray[np.int64]) -> Any:
+        """Another `Shards`, whose parts are views, for a slice; a numpy array of the shape of `where` for indices."""
+        if isinstance(where, slice):
+            start, stop, step = where.indices(len(self))
+            assert step == 1, "nothing here strides"
+            firsts = self._ends - [len(part) for part in self._parts]
+            cuts = zip(self._parts, firsts.tolist(), strict=True)
+            return Shards([part[max(start - first, 0) : max(stop - first, 0)] for part, first in cuts])
+        ids = np.empty(where.shape, self.dtype)
+        holders = np.searchsorted(self._ends, where, side="right")
+        for k in np.unique(holders):
+            held = holders == k
+            ids[held] = self._parts[k][where[held] - self._ends[k] + len(self._parts[k])]
+        return ids
+
+
+Tokens = Ids | Shards
+
+
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """An open token file: `tokens` (1-D, mapped from `path`), their tokenizer, and the sha256 of both."""
+    """An open token file or prepared folder: `tokens` (mapped from `path`), their tokenizer, and the sha256 of both.
+
+    n_val: the tokens at the end that are for validation; None where the file does not say.
+    """
 
     tokens: Tokens
     tokenizer: Tokenizer
     fingerprint: str
     path: Path
+    n_val: int | None = None
+
+    def split(self, val_fraction: float) -> int:
+        """Where validation starts: as it was prepared, or at `split_point`."""
+        n_tokens = len(self.tokens)
+        return split_point(n_tokens, val_fraction) if self.n_val is None else n_tokens - self.n_val
 
 
-def write_tokens(path: Path, chunks: Iterable[Tokens], tokenizer: Tokenizer) -> None:
+def write_tokens(path: Path, chunks: Iterable[Ids], tokenizer: Tokenizer) -> None:
     """Writes the tokens and their tokenizer as one file, whole or not at all.
 
     Needs the space twice for a moment. Raises ValueError if there is no token, OSError if it cannot be written.
@@ -215,6 +264,12 @@ def open_tokens(path: Path) -> TokenFile:
 
     Raises ValueError for a file of another kind, a newer format, or one cut short or damaged; OSError if unreadable.
     """
+    tokens, fingerprint, tokenizer = _map_tokens(path)
+    return TokenFile(tokens, tokenizer_from_dict(tokenizer), fingerprint, path)
+
+
+def _map_tokens(path: Path) -> tuple[Ids, str, dict[str, Any]]:
+    """The tokens, their fingerprint, and the tokenizer as it is written down."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
@@ -246,87 +301,249 @@ def open_tokens(path: Path) -> TokenFile:
             f"{path} should hold {count} tokens of {dtype.itemsize} bytes from byte {start} but has {size} bytes: "
             "it is cut short or damaged; delete it and prepare it again"
         )
-    tokens = np.memmap(path, dtype, mode="r", offset=start, shape=(count,))
-    return TokenFile(tokens, tokenizer_from_dict(tokenizer), fingerprint, path)
+    return np.memmap(path, dtype, mode="r", offset=start, shape=(count,)), fingerprint, tokenizer
+
+
+# --- prepared folders: token files and an index, which is written last ------------------------------------------------
+
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A token file of a prepared folder: its name there, its tokens, its bytes, and their sha256."""
+
+    name: str
+    count: int
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a prepared folder holds: `train` and then `val` is its stream; `facts` tells how it came about."""
+
+    train: tuple[Shard, ...]
+    val: tuple[Shard, ...]
+    facts: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of the bytes of all shards and of the split: other shard sizes, another fingerprint."""
+        return sha256(json.dumps([[shard.sha256 for shard in split] for split in (self.train, self.val)]))
+
+    def to_json(self) -> bytes:
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
+
+
+def read_index(raw: bytes, source: str) -> Index:
+    """The index that `Index.to_json` wrote. Raises ValueError that names `source` for anything else."""
+    with suppress(ValueError, TypeError, KeyError):
+        description = json.loads(raw)
+        if description["format"] == _FORMAT:
+            train, val = (tuple(Shard(**shard) for shard in description[split]) for split in ("train", "val"))
+            if train and all(re.fullmatch(r"[\w-]+\.tokens", shard.name) for shard in train + val):
+                return Index(train, val, description["facts"])
+    raise ValueError(f"{source} is damaged or of another version; prepare the folder again")
+
+
+def open_folder(folder: Path) -> TokenFile:
+    """Maps a prepared folder. Raises ValueError where a file is not what the index says, OSError if unreadable."""
+    index = read_index((folder / INDEX).read_bytes(), str(folder / INDEX))
+    parts: list[Ids] = []
+    first: dict[str, Any] = {}
+    for shard in index.train + index.val:
+        ids, _, tokenizer = _map_tokens(folder / shard.name)
+        first = first or tokenizer
+        if len(ids) != shard.count or tokenizer != first:
+            raise ValueError(f"{folder / shard.name} is not what {INDEX} beside it says; prepare the folder again")
+        parts.append(ids)
+    n_val = sum(shard.count for shard in index.val) if index.val else None
+    return TokenFile(Shards(parts), tokenizer_from_dict(first), index.fingerprint, folder, n_val)
+
+
+def _remote_folder(uri: str, cache_gb: float) -> TokenFile:
+    """The prepared folder at `uri`, downloaded once per host and content.
+
+    What was downloaded before and used least lately makes room. Raises OSError where it is not to be had, or other
+    bytes than its index says; ValueError where it is larger than the cache may be.
+    """
+    uri = uri.rstrip("/")
+    raw = storage.read_bytes(f"{uri}/{INDEX}")
+    index = read_index(raw, f"{uri}/{INDEX}")
+    cache = _private_folder("folders")
+    folder = cache / _hex(raw.decode())
+    with only_process(cache, uri):
+        folder.mkdir(exist_ok=True)
+        storage.remove_leftovers(folder)
+        os.utime(folder)
+        needed = sum(shard.size for shard in index.train + index.val)
+        for old in sorted(cache.glob("*/"), key=lambda it: it.stat().st_mtime):
+            used = sum(file.stat().st_size for file in cache.glob("*/*") if file.parent != folder)
+            if old != folder and used + needed > cache_gb * 1e9:
+                shutil.rmtree(old)  # who has it mapped keeps it
+        if needed > cache_gb * 1e9:
+            raise ValueError(
+                f"data.path={uri} takes {needed / 1e9:.1f} GB, data.cache_gb={cache_gb:g} allows less; allow more"
+            )
+        for number, shard in enumerate(index.train + index.val, 1):
+            if not (folder / shard.name).exists():
+                log.info("downloading %s/%s (%d of %d)", uri, shard.name, number, len(index.train + index.val))
+                storage.replace_file(folder / shard.name, _verified(f"{uri}/{shard.name}", shard.sha256))
+        storage.replace_file(folder / INDEX, [raw])
+        return open_folder(folder)
+
+
+def _verified(uri: str, expected: str) -> Iterator[bytes]:
+    digest = hashlib.sha256()
+    with storage.open_read(uri) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            yield chunk
+    if digest.hexdigest() != expected:
+        raise OSError(f"{uri} has other bytes than {INDEX} beside it says; start again, or upload the folder again")
 
 
 # --- from a text to a token file --------------------------------------------------------------------------------------
 
 
-def read_text(uri: str, *, again: bool = False, clock: Callable[[], float] = time.monotonic) -> Iterator[str]:
-    """The text at `uri` in pieces: strict UTF-8, a byte-order mark dropped, CRLF and CR turned into LF.
+Reject = Callable[[str, int], None]  # (what is wrong and where, bytes left out): raises, or lets it be left out
 
-    Tells every few seconds of `clock` how far it is; `again`: the second of two readings, which warns no more.
+
+def decode(chunks: Iterable[bytes], reject: Reject, start: int = 0) -> Iterator[str]:
+    """The text of `chunks`: strict UTF-8, a byte-order mark at byte 0 dropped, CRLF and CR turned into LF.
+
+    start: the first chunk's place in its file, in bytes. `reject` hears the first wrong byte of a chunk.
+    """
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)  # it and `rest` keep what a border cuts in two
+    position, rest = start, b""
+    for chunk in itertools.chain(chunks, [b""]):
+        raw = rest + chunk
+        try:
+            text, used = codecs.utf_8_decode(raw, "strict", not chunk)
+        except UnicodeDecodeError as error:
+            text, used = codecs.utf_8_decode(raw, "ignore", not chunk)
+            reject(f"not UTF-8 at byte {position + error.start} ({error.reason})", used - len(text.encode()))
+        if position == 0:
+            text = text.removeprefix("\ufeff")
+        position, rest = position + used, raw[used:]
+        if text := newlines.decode(text, final=not chunk):
+            yield text
+
+
+def cut(texts: Iterable[str], size: int = 1 << 20) -> Iterator[str]:
+    """The same text in pieces of at most `size` characters, cut where a word ends: no token crosses that place.
+
+    Only a word longer than `size` is cut inside. How `texts` was in pieces makes no difference.
+    """
+    text = ""
+    for more in texts:
+        text, start = text + more, 0
+        while len(text) - start > size:
+            word_end = _WORD_END.match(text, start, start + size + 1)
+            at = word_end.end() if word_end else start + size
+            yield text[start:at]
+            start = at
+        text = text[start:]
+    if text:
+        yield text
+
+
+_WORD_END = re.compile(r".*\S(?=[ \t\n])", re.DOTALL)  # the last one
+
+
+def read_text(uri: str, verb: str = "reading", *, clock: Callable[[], float] = time.monotonic) -> Iterator[str]:
+    """The text at `uri` in pieces, as `decode` has it; tells every few seconds of `clock` how far it is.
+
     Raises ValueError that names the first wrong byte, or says that there is no text; OSError if unreadable.
     """
-    utf8 = codecs.getincrementaldecoder("utf-8")()
-    decoder = io.IncrementalNewlineDecoder(utf8, translate=True)  # it and `utf8` keep what a border cuts in two
-    position, empty, chunk = 0, True, b"?"
-    started = told = clock()
-    with storage.open_read(uri) as file:
-        # Of a remote file the driver may know the size.
-        size = getattr(file, "size", None) if storage.is_remote(uri) else os.fstat(file.fileno()).st_size
-        while chunk:
-            chunk = file.read(_CHUNK)
-            start = position - len(utf8.getstate()[0])  # of what is decoded now, in bytes of the file
-            position += len(chunk)
-            try:
-                text = decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"data.path={uri} is not UTF-8 at byte {start + error.start} ({error.reason}); convert the file"
-                ) from error
-            if start == 0 and text.startswith("\ufeff"):
-                text = text[1:]
-                if not again:
-                    log.warning("data.path=%s starts with a byte-order mark, which is left out", uri)
-            if text:
-                empty = False
-                yield text
-            if (now := clock()) - told >= _TELL:
-                told, rate = now, position / (now - started)
-                left = f" of {size / 1e6:.0f} MB, {(size - position) / rate:.0f} s left" if size else " MB"
-                log.info("reading %d of 2: %.0f%s, %.1f MB/s", 1 + again, position / 1e6, left, rate / 1e6)
+
+    def chunks() -> Iterator[bytes]:
+        position, started = 0, clock()
+        told = started
+        with storage.open_read(uri) as file:
+            # Of a remote file the driver may know the size.
+            size = getattr(file, "size", None) if storage.is_remote(uri) else os.fstat(file.fileno()).st_size
+            while chunk := file.read(_CHUNK):
+                yield chunk
+                position += len(chunk)
+                if (now := clock()) - told >= _TELL:
+                    told, rate = now, position / (now - started)
+                    left = f" of {size / 1e6:.0f} MB, {(size - position) / rate:.0f} s left" if size else " MB"
+                    log.info("%s: %.0f%s, %.1f MB/s", verb, position / 1e6, left, rate / 1e6)
+
+    def reject(problem: str, count: int) -> None:
+        raise ValueError(f"data.path={uri} is {problem}; convert the file")
+
+    empty = True
+    for text in decode(chunks(), reject):
+        empty = False
+        yield text
     if empty:
         raise ValueError(f"data.path={uri} has no text; give a file with more than model.block_size characters")
 
 
-def open_corpus(path: str, tokenizer: str) -> TokenFile:
-    """The tokens of `data.path`: a token file, a text file or URI, or a folder whose `prepare.py` makes `input.txt`.
+def make_tokenizer(kind: str, vocab_size: int, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names, of `texts` unless it is GPT-2's; byte pairs take their beginning.
 
-    A text is prepared once per content, by whichever process of this host comes first while the others wait, into
-    `.mingpt-cache/` beside it, or into a folder of this user's for temporary files where that cannot be written.
+    vocab_size: for `bpe` only. Raises ValueError for another kind, OSError where GPT-2's is not to be had.
+    """
+    match kind:
+        case "char":
+            return CharTokenizer.from_text(texts)
+        case "gpt2":
+            return BPETokenizer.gpt2()
+        case "bpe":
+            learned = BPETokenizer.train(itertools.islice(cut(texts), LEARNED), vocab_size)
+            if learned.vocab_size < vocab_size:
+                log.warning("of %d tokens the text gives %d, it has no more pairs", vocab_size, learned.vocab_size)
+            return learned
+    raise ValueError(f"data.tokenizer={kind!r} is not known; expected char, gpt2 or bpe")
+
+
+LEARNED = 64  # pieces of a million characters from which byte pairs are learned; more cost memory and change little
+
+
+def open_corpus(path: str, tokenizer: str, vocab_size: int = 4096, cache_gb: float = 100.0) -> TokenFile:
+    """The tokens of `data.path`: a token file, a prepared folder, a text, or a folder whose `prepare.py` makes either.
+
+    A prepared folder or a text may be at a URI. A text is prepared once per content and tokenizer, as one document, by
+    whichever process of this host comes first while the others wait, into `.mingpt-cache/` beside it, or into a folder
+    of this user's for temporary files where that cannot be written.
     Raises ValueError for a text or file that cannot be used, OSError where something cannot be read, made or written.
     """
-    if tokenizer != CharTokenizer.kind:
-        raise ValueError(f"data.tokenizer={tokenizer!r} is not known; expected {CharTokenizer.kind!r}")
+    if storage.is_remote(path) and storage.is_folder(path):
+        return _remote_folder(path, cache_gb)
     if not storage.is_remote(path):
         local = storage.local_path(path)
         if not local.exists():
-            raise FileNotFoundError(
-                f"data.path={path} does not exist{'' if local.is_absolute() else f' in {Path.cwd()}'}; give a text or "
-                "token file, a folder or a URI"
-            )
+            script = local.parent / "prepare.py"
+            cure = f"`python {script}` makes it" if script.exists() else "give a text or token file, a folder or a URI"
+            where = "" if local.is_absolute() else f" in {Path.cwd()}"
+            raise FileNotFoundError(f"data.path={path} does not exist{where}; {cure}")
         if local.is_dir():
-            local = _text_of_folder(local)
+            local = _made_by_folder(local)
         if not local.is_file():  # a fifo would wait for ever, and cannot be read twice
             raise ValueError(f"data.path={path} is no regular file; write the text into one first")
+        if local.name == INDEX:
+            return open_folder(local.parent)
         with open(local, "rb") as file:
             if file.read(len(_MAGIC)) == _MAGIC:
                 return open_tokens(local)
         path = str(local)
     name = path.rsplit("/", 1)[-1]
     stem = "".join(c if c.isascii() and c.isalnum() or c in "-_." else "_" for c in name)[:80]  # of 255 bytes
-    stem += f"-{_hex(name)}.{tokenizer}{_FORMAT}-"
+    kind = f"{tokenizer}{vocab_size}" if tokenizer == "bpe" else tokenizer
+    stem += f"-{_hex(name)}.{kind}.{_FORMAT}-"
     name = f"{stem}{_hex(storage.identity(path))}.tokens"
     folder = _cache_folder(path, name)
     prepared = folder / name
     if (corpus := _cached(prepared)) is None:
-        with _only_process(folder, path):
+        with only_process(folder, path):
             if (corpus := _cached(prepared)) is None:  # else whoever held the lock before has made it
                 if prepared.exists():
                     log.warning("%s is damaged: making it again", prepared)
-                _prepare(path, prepared)
+                _prepare(path, prepared, tokenizer, vocab_size)
                 for old in set(folder.glob(f"{stem}*.tokens")) - {prepared}:
                     old.unlink()  # of the text as it was before; who has it mapped keeps it
                 corpus = open_tokens(prepared)
@@ -340,44 +557,62 @@ def _cached(path: Path) -> TokenFile | None:
     return None
 
 
-def _prepare(uri: str, path: Path) -> None:
+def _prepare(uri: str, path: Path, kind: str, vocab_size: int) -> None:
     started, identity = time.monotonic(), storage.identity(uri)
     log.info("preparing %s", uri)
-    tokenizer = CharTokenizer.from_text(read_text(uri))
-    log.info("%d symbols: %s", tokenizer.vocab_size, ascii(tokenizer.chars))
-    write_tokens(path, map(tokenizer.encode, read_text(uri, again=True)), tokenizer)
+    with storage.open_read(uri) as file:
+        if file.read(3) == codecs.BOM_UTF8:
+            log.warning("data.path=%s starts with a byte-order mark, which is left out", uri)
+    tokenizer = make_tokenizer(kind, vocab_size, read_text(uri))
+    if isinstance(tokenizer, CharTokenizer):
+        log.info("%d symbols: %s", tokenizer.vocab_size, ascii(tokenizer.chars))
+    ids = map(tokenizer.encode, cut(read_text(uri, "encoding")))
+    write_tokens(path, itertools.chain(ids, [end_of_document(tokenizer)]), tokenizer)
     if storage.identity(uri) != identity:
         path.unlink()
         raise OSError(f"data.path={uri} changed while it was read; start again when it is complete")
     log.info("prepared %s in %.1f s: %s", uri, time.monotonic() - started, path)
 
 
-def _text_of_folder(folder: Path) -> Path:
-    """`input.txt` in the folder, made by the folder's `prepare.py` if it is not there."""
-    text, script = folder / "input.txt", folder / "prepare.py"
+def end_of_document(tokenizer: Tokenizer) -> Ids:
+    """What is added to the ids of a document: its end where the tokenizer has an id for it."""
+    return np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], tokenizer.dtype)
+
+
+def _made_by_folder(folder: Path) -> Path:
+    """The index of a prepared folder, else its `input.txt`; its `prepare.py` makes one of them if there is none."""
+    index, text, script = folder / INDEX, folder / "input.txt", folder / "prepare.py"
     cache = _cache_folder(str(text), script.name)
     unfinished = cache / "unfinished"  # a script that was killed may have left half a text
-    if text.exists() and not unfinished.exists():
-        return text
+
+    def made() -> Path | None:
+        return index if index.exists() else text if text.exists() and not unfinished.exists() else None
+
+    if found := made():
+        return found
     if not script.exists():
-        raise FileNotFoundError(f"data.path={folder} has neither input.txt nor prepare.py; give a text file or a URI")
-    with _only_process(cache, str(text)) as lock:
-        if not text.exists() or unfinished.exists():
-            log.info("running %s", script)
-            unfinished.touch()
-            command = [sys.executable, str(script.resolve())]
-            # It inherits the lock: where it outlives us nobody starts it a second time beside it.
-            done = subprocess.run(
-                command, capture_output=True, encoding="utf-8", errors="replace", check=False, pass_fds=[lock.fileno()]
-            )
-            if done.returncode or not text.exists():
-                if not text.exists():
-                    unfinished.unlink()  # a text put there by hand is whole
-                said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-                raise ChildProcessError(f"data.path={folder}: {script} made no input.txt: {said[-1]}")
-            unfinished.unlink()
-            log.info("made %s: %s", text, done.stdout.strip().rpartition("\n")[2])
-    return text
+        raise FileNotFoundError(
+            f"data.path={folder} has neither {INDEX} nor input.txt nor prepare.py; give a text, a URI, or a folder "
+            "that python -m mingpt.prepare has finished"
+        )
+    with only_process(cache, str(folder)) as lock:
+        if found := made():
+            return found
+        log.info("running %s", script)
+        unfinished.touch()
+        command = [sys.executable, str(script.resolve())]
+        # It inherits the lock: where it outlives us nobody starts it a second time beside it.
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False, pass_fds=[lock.fileno()]
+        )
+        if not text.exists() or done.returncode == 0:
+            unfinished.unlink()  # what is there is whole, also what comes by hand after a failure
+        found = made()
+        if done.returncode or not found:
+            said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+            raise ChildProcessError(f"data.path={folder}: {script} made no input.txt: {said[-1]}")
+        log.info("made %s: %s", found, done.stdout.strip().rpartition("\n")[2])
+        return found
 
 
 def _cache_folder(path: str, name: str) -> Path:
@@ -391,17 +626,21 @@ def _cache_folder(path: str, name: str) -> Path:
             tempfile.TemporaryFile(dir=beside).close()  # rights alone do not tell: read-only mounts, network folders
             return beside
         path = os.path.abspath(path)
+    return _private_folder(_hex(path))
+
+
+def _private_folder(name: str) -> Path:
+    """A folder of this user's among the temporary files."""
     private = Path(tempfile.gettempdir(), f"mingpt-{os.getuid()}")
     private.mkdir(mode=0o700, exist_ok=True)
     if private.is_symlink() or private.stat().st_uid != os.getuid():
         raise PermissionError(f"{private} is not this user's and cannot be trusted; remove it or set TMPDIR")
-    folder = private / _hex(path)
-    folder.mkdir(exist_ok=True)
-    return folder
+    (private / name).mkdir(exist_ok=True)
+    return private / name
 
 
 @contextmanager
-def _only_process(folder: Path, work: str) -> Iterator[BinaryIO]:
+def only_process(folder: Path, work: str) -> Iterator[BinaryIO]:
     with ExitStack() as held:
         try:
             lock = held.enter_context(storage.lock(folder / "lock", patience=0))
@@ -413,7 +652,12 @@ def _only_process(folder: Path, work: str) -> Iterator[BinaryIO]:
 
 
 def _hex(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return sha256(text)[:16]
+
+
+def sha256(text: str) -> str:
+    """Of its UTF-8, hex; a file's name may hold other bytes."""
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 # --- feeding ----------------------------------------------------------------------------------------------------------
@@ -426,6 +670,8 @@ class Batches:
         assert len(tokens) == grid.n_tokens, "the grid is of these tokens"
         self._tokens, self._grid, self._device = tokens, grid, device
         # Pinning memory in a thread that has not chosen its device would open a second context, on device 0.
+        import torch
+
         choose = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batches", initializer=choose)
         self._ahead: tuple[int, range, Future[tuple[Tensor, Tensor]]] | None = None
@@ -490,4 +736,6 @@ class Validation:
 
 def _rows(tokens: Tokens, starts: NDArray[np.int64], length: int) -> Tensor:
     """(len(starts), length + 1) int64: the window at each start, gathered by one indexing."""
+    import torch
+
     return torch.from_numpy(tokens[starts[:, None] + np.arange(length + 1)].astype(np.int64))

@@ -50,14 +50,19 @@ class Image:
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, object], buffer: Tensor | None = None) -> Tensor:
     """Writes an image and returns its bytes (uint8), inside `buffer` (uint8, on the CPU) where that is large enough.
 
-    This one pass is the only copy of the state. Raises TypeError for a dtype that the layout has no name for.
+    Raises TypeError for a dtype that the layout has no name for.
     """
+    return pack(tensors, {"mingpt": json.dumps({"format_version": FORMAT_VERSION, **metadata})}, buffer)
+
+
+def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], buffer: Tensor | None = None) -> Tensor:
+    """As `encode`, with any metadata: a safetensors file. This one pass is the only copy of the tensors."""
     assert sys.byteorder == "little", "the layout is little-endian"
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             raise TypeError(f"an image cannot hold {name}: {tensor.dtype}")
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": {"mingpt": json.dumps({"format_version": FORMAT_VERSION, **metadata})}}
+    header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name in ordered:
         start, end = end, end + tensors[name].numel() * tensors[name].element_size()
@@ -85,29 +90,43 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, object], buffer
 def decode(data: Tensor, source: str) -> Image:
     """Reads an image from its bytes (uint8); `source` names them in errors.
 
-    Every size and offset is checked before it is used. Raises ValueError, one line, for anything that is not a whole
-    image of ours.
+    Raises ValueError, one line, for anything that is not a whole image of ours.
     """
-    total = data.numel()
-    length = int.from_bytes(data[:8].numpy().tobytes(), "little")
-    if total < 8 or length % 8 or length > min(total - 8, _HEADER_LIMIT):
-        raise ValueError(f"{source} is no snapshot image, or cut short (header length {length}, file {total} bytes)")
+    texts, tensors = unpack(data, source)
+    if "mingpt" not in texts:
+        raise ValueError(f"{source} is no snapshot image of mingpt; GPT-2's weights: python -m mingpt.interop import")
     try:
-        header = json.loads(data[8 : 8 + length].numpy().tobytes())
-        metadata = json.loads(header.pop("__metadata__")["mingpt"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        metadata = json.loads(texts["mingpt"])
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{source} is no snapshot image of mingpt: its header cannot be read ({error!r})") from error
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{source} has image format {version}, this mingpt reads {FORMAT_VERSION}: update the older one"
         )
+    return Image(metadata, tensors)
+
+
+def unpack(data: Tensor, source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The metadata and the tensors, views of `data` (uint8), of any safetensors file.
+
+    Every size and offset is checked before it is used. Raises ValueError, one line, where it is not whole.
+    """
+    total = data.numel()
+    length = int.from_bytes(data[:8].numpy().tobytes(), "little")
+    if total < 8 or length > min(total - 8, _HEADER_LIMIT):
+        raise ValueError(f"{source} is no safetensors file, or cut short (header length {length}, file {total} bytes)")
+    try:
+        header = json.loads(data[8 : 8 + length].numpy().tobytes())
+        metadata = header.pop("__metadata__", {})
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{source} is no safetensors file: its header cannot be read ({error!r})") from error
     body = data[8 + length :]
     tensors = {name: _view(body, name, entry, source) for name, entry in header.items()}
     expected = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if expected != body.numel():
         raise ValueError(f"{source} is damaged: its tensors take {expected} bytes, but {body.numel()} are there")
-    return Image(metadata, tensors)
+    return metadata, tensors
 
 
 def _view(body: Tensor, name: str, entry: object, source: str) -> Tensor:
@@ -118,13 +137,17 @@ def _view(body: Tensor, name: str, entry: object, source: str) -> Tensor:
             all(type(number) is int and number >= 0 for number in (*shape, start, end))
             and end - start == math.prod(shape) * dtype.itemsize
             and end <= body.numel()
-            and start % dtype.itemsize == 0
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{source} is damaged: its entry for {name!r} cannot be read ({error!r})") from error
     if not valid:
         raise ValueError(f"{source} is damaged: its entry for {name!r} does not fit ({entry})")
-    return body[start:end].view(dtype).view(shape) if end > start else torch.empty(shape, dtype=dtype)
+    piece = body[start:end]
+    if not piece.numel():
+        return torch.empty(shape, dtype=dtype)
+    if piece.storage_offset() % dtype.itemsize:  # others do not align: a view is not possible, a copy is
+        piece = piece.clone()
+    return piece.view(dtype).view(shape)
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:

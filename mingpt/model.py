@@ -6,10 +6,9 @@ B = sequences, T = tokens in a sequence, C = n_embd.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -91,14 +90,15 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
         self.n_head, self.dropout = config.n_head, config.dropout
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
         if cache is not None:
             assert cache.length == 0 or T == 1  # is_causal below aligns the first query with the first key
             k, v = cache.append(k, v)
-        # a single query is the last token, which may see all keys
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=T > 1)
+        dropout = self.dropout if self.training else 0.0
+        causal = mask is None and T > 1  # a single query is the last token, which may see all keys
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         x = self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
         return x
 
@@ -124,8 +124,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache)
+    def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache, mask)
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -142,15 +142,22 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.activation_checkpointing = config.activation_checkpointing
 
-    def forward(self, idx: Tensor, caches: list[Cache] | None = None) -> Tensor:
+    def forward(self, idx: Tensor, caches: list[Cache] | None = None, padding: Tensor | None = None) -> Tensor:
+        """`caches` hold the tokens before idx; the first `padding` (B,) tokens of each sequence are none, unseen."""
         start = caches[0].length if caches else 0
-        positions = torch.arange(start, start + idx.size(1), device=idx.device)
+        positions, mask = torch.arange(start, start + idx.size(1), device=idx.device), None
+        if padding is not None:
+            keys, queries = torch.arange(start + idx.size(1), device=idx.device), positions.unsqueeze(1)
+            seen = (keys <= queries) & (keys >= padding.view(-1, 1, 1))
+            # Padding sees itself alone: some kernels give nan where nothing is seen, and 0 * nan is nan.
+            mask = (seen | (keys == queries)).unsqueeze(1)
+            positions = (positions - padding.unsqueeze(1)).clamp(min=0)
         x: Tensor = self.drop(self.wte(idx) + self.wpe(positions))
         for layer, block in enumerate(self.h):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)  # restores the generators: dropout repeats itself
             else:
-                x = block(x, caches[layer] if caches else None)
+                x = block(x, caches[layer] if caches else None, mask)
         x = self.ln_f(x)
         return x
 
@@ -203,24 +210,27 @@ class GPT(nn.Module):
 
     def generate(
         self,
-        idx: Tensor,
+        idx: Tensor | Sequence[Tensor],
         max_new_tokens: int,
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        logprobs: list[Tensor] | None = None,
     ) -> Iterator[Tensor]:
-        """Continues the prompts idx (B, T); yields the next ids (B,), one for each sequence, as they are made.
+        """Continues the prompts idx, (B, T) or B of any lengths (T,); yields the next ids (B,) as they are made.
 
-        The context is the last block_size tokens. Up to there a token costs one token's work (cached keys and values),
-        beyond it a whole block's: every token then has another position. Temperature 0 takes the likeliest token,
-        top_k draws from the k likeliest, top_p from the fewest that reach this probability (Holtzman et al. 2020).
-        The generator must live on the model's device; None draws from torch's own. Between two tokens the model is
-        in the mode it was in. Raises ValueError for settings out of range at the call, for logits that are not
-        finite when they appear.
+        The context is the last block_size tokens. Until the longest reaches that, a token costs one token's work
+        (cached keys and values), beyond it a whole block's: every token then has another position. Temperature 0 takes
+        the likeliest token, top_k draws from the k likeliest (and those as likely as the last of them), top_p from the
+        fewest that reach this probability (Holtzman et al. 2020). The generators must live on the model's device: one,
+        or one for each sequence, which then draws what it would draw alone; None draws from torch's own. The list
+        `logprobs` receives the natural logarithms (B,) of the model's own probabilities of the ids. Between two tokens
+        the model is in the mode it was in. Raises ValueError for settings out of range at the call, for logits that are
+        not finite when they appear.
         """
-        if idx.size(1) < 1:
+        if not len(idx) or not all(len(row) for row in idx):
             raise ValueError("idx is empty; give at least one token to continue")
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens} is negative; give 0 or more")
@@ -230,18 +240,37 @@ class GPT(nn.Module):
             raise ValueError(f"top_k={top_k} leaves no token; give 1 or more, or leave it out")
         if top_p is not None and not 0 < top_p <= 1:
             raise ValueError(f"top_p={top_p} is out of range; give more than 0 and at most 1, or leave it out")
-        self._check_ids(idx)
-        pick = partial(sample_token, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        return self._generate(idx, max_new_tokens, pick)
+        if isinstance(generator, Sequence) and len(generator) != len(idx):
+            raise ValueError(f"generator has {len(generator)} for {len(idx)} sequences; give one, or one for each")
+        for row in idx:
+            self._check_ids(row)
+
+        def pick(logits: Tensor) -> Tensor:
+            ids = sample_token(logits, temperature, top_k, top_p, generator)
+            if logprobs is not None:
+                logprobs.append(logits.log_softmax(dim=-1).gather(1, ids.unsqueeze(1)).squeeze(1))
+            return ids
+
+        return self._generate([row[-self.config.block_size :] for row in idx], max_new_tokens, pick)
 
     @torch.no_grad()
-    def _generate(self, idx: Tensor, max_new_tokens: int, pick: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        block_size = self.config.block_size
-        context = fresh = idx[:, -block_size:]  # fresh: what the caches have not seen
+    def _generate(
+        self, prompts: list[Tensor], max_new_tokens: int, pick: Callable[[Tensor], Tensor]
+    ) -> Iterator[Tensor]:
+        block_size, longest = self.config.block_size, max(map(len, prompts))
+        # Padded on the left, so that all sequences take their next token at the same place.
+        context = torch.stack([F.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+        padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=context.device)
+        ragged = bool(padding.any())  # the attention is faster without a mask
+        fresh = context  # what the caches have not seen
         caches = [Cache(block_size) for _ in self.transformer.h]
-        for length in range(context.size(1), context.size(1) + max_new_tokens):
+        for length in range(longest, longest + max_new_tokens):
             with evaluating(self):  # for each token, not once: a reader may stop here, or train between two tokens
-                x = self.transformer(fresh, caches) if length <= block_size else self.transformer(context)
+                if length <= block_size:
+                    x = self.transformer(fresh, caches, padding if ragged else None)
+                else:
+                    padding = (padding - 1).clamp(min=0)  # what leaves the window first
+                    x = self.transformer(context, None, padding if ragged else None)
                 next_idx = pick(self.lm_head(x[:, -1])[:, : self.config.vocab_size].float())
             fresh = next_idx.unsqueeze(1)
             context = torch.cat((context, fresh), dim=1)[:, -block_size:]
@@ -253,30 +282,39 @@ def sample_token(
     temperature: float,
     top_k: int | None = None,
     top_p: float | None = None,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
 ) -> Tensor:
     """Draws one id (B,) from each row of float32 logits (B, vocab_size). Raises ValueError where one is not finite."""
-    if not logits.isfinite().all():  # multinomial would crash, or draw an id that is none
+    if not logits.isfinite().all():  # a draw would be an id that is none
         raise ValueError("the logits are not finite (nan or inf); the weights are damaged, take an earlier snapshot")
     if temperature < 1e-6:  # float32 logits are no finer than that; dividing by less would overflow
         return logits.argmax(dim=-1)
-    logits, ids = logits.sort(dim=-1, descending=True, stable=True)  # of equal ones the first, as argmax does
-    probabilities = F.softmax(logits[:, :top_k] / temperature, dim=-1)
-    if top_p is not None:
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.size(1))).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    probabilities, ids = F.softmax(logits / temperature, dim=-1), None
+    if top_p is not None and top_p < 1:
+        probabilities, ids = probabilities.sort(dim=-1, descending=True, stable=True)
         probabilities[probabilities.cumsum(dim=-1) - probabilities >= top_p] = 0  # never the first: 0 < top_p
-    choice = torch.multinomial(probabilities, num_samples=1, generator=generator)
-    return ids.gather(1, choice).squeeze(1)
+    # One random number a row: in (0, 1], so that it falls into no token without probability.
+    rows = [(len(logits), generator)] if not isinstance(generator, Sequence) else [(1, each) for each in generator]
+    draws = torch.cat([1 - torch.rand(count, 1, generator=each, device=logits.device) for count, each in rows])
+    sums = probabilities.cumsum(dim=-1)
+    choice = torch.searchsorted(sums, draws * sums[:, -1:])
+    return (choice if ids is None else ids.gather(1, choice)).squeeze(1)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Within it the model is in eval mode (no dropout), after it in the mode it was in."""
-    training = model.training
+    if not model.training:
+        yield
+        return
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        model.train()
 
 
 @torch.no_grad()

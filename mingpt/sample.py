@@ -1,28 +1,39 @@
-"""Continues a prompt with the model of a snapshot: `python -m mingpt.sample SNAPSHOT [--prompt=TEXT]`.
+"""Continues prompts with the model of a snapshot: `python -m mingpt.sample SNAPSHOT [--prompt=TEXT]`.
 
-stdout receives text only: the prompt, then token by token what the model adds, then a newline; from the second sample
-on a line `--- sample 2 of 3 ---` in front. All else goes to stderr. Exit codes: 0 done, also when the reader of stdout
-has enough (`| head -1`); 1 something cannot be read or written; 2 a wrong setting, prompt or path; 130 Ctrl-C.
+stdout receives text only: the prompt, then token by token what the model adds, then a newline; from the second text
+on a line `--- sample 2 of 3 ---` (or `prompt`, or both) in front. All else goes to stderr. A text ends after
+--max-new-tokens, at a --stop string or at the end of a document; neither of the two is shown. Exit codes: 0 done, also
+when the reader of stdout has enough (`| head -1`); 1 something cannot be read or written; 2 a wrong setting, prompt or
+path; 130 Ctrl-C.
 """
 
 import argparse
 import hashlib
 import io
+import itertools
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import TextIO
 
 import torch
+from torch import Tensor
 
+from mingpt.model import GPT
 from mingpt.snapshot import load_snapshot
-from mingpt.tokenizer import Tokenizer
+from mingpt.tokenizer import CharTokenizer, Tokenizer
+
+BATCH = 8  # texts made at once: each more costs memory, and saves less and less time
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with `argv` (without the program's name) and returns its exit code."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):  # an ASCII console gets \u2019 for what it cannot show, and no crash
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=errors)
     try:
         sample(parse(argv))
         return 0
@@ -45,16 +56,36 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("snapshot", help="an image file, a folder of snapshots or a run's folder")
     text = parser.add_mutually_exclusive_group().add_argument
-    text("--prompt", default="", metavar="TEXT", help="empty: starts after a newline, or the vocabulary's first token")
-    text("--prompt-file", metavar="F", help="take the prompt, UTF-8, from this file; - is standard input")
+    text(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="empty: starts as after a document's or a line's end; given several times: several texts, made together",
+    )
+    text(
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="F",
+        help="take a prompt, UTF-8, from this file; - is standard input",
+    )
+    add("--interactive", action="store_true", help="chat line by line: Ctrl-C ends a reply, Ctrl-D leaves")
     add(
         "--unknown",
         choices=["error", "drop", "replace"],
         default="error",
         help="what to do with characters the model does not know; replace puts what an empty prompt starts after",
     )
-    add("--num-samples", type=int, default=1, metavar="N", help="one after the other, each with its own seed")
+    add("--num-samples", type=int, default=1, metavar="N", help="texts for each prompt, each with its own seed")
     add("--max-new-tokens", type=int, default=500, metavar="N", help="tokens to add to the prompt (%(default)s)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text, for a newline $'\\n'; may be given several times",
+    )
     add(
         "--temperature",
         type=float,
@@ -65,38 +96,171 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (all)")
     add("--top-p", type=float, metavar="P", help="draw from the fewest tokens that reach probability P (all)")
     add("--seed", type=int, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
+    add("--logprobs", metavar="F", help="write each token's log-probability into this file, a JSON object a line")
     add("--device", default="auto", metavar="D", help="cpu, cuda, cuda:1, mps; auto: what this machine has")
     arguments = parser.parse_args(argv)
     if arguments.num_samples < 1:
         parser.error(f"--num-samples={arguments.num_samples}: give 1 or more")
+    if "" in arguments.stop:
+        parser.error("--stop= is empty: give the text to stop at")
+    if arguments.prompt_file.count("-") + arguments.interactive > 1 and "-" in arguments.prompt_file:
+        parser.error("--prompt-file=-: standard input can be read only once")
+    if arguments.interactive and (len(arguments.prompt + arguments.prompt_file) > 1 or arguments.num_samples > 1):
+        parser.error("--interactive: one chat at a time; give at most one prompt and no --num-samples")
     return arguments
 
 
 def sample(arguments: argparse.Namespace) -> None:
     device = find_device(arguments.device)
-    prompt = read_prompt(arguments)
+    prompts = [*map(read_prompt, arguments.prompt_file), *map(normalize, arguments.prompt)] or [""]
     model, tokenizer, info = load_snapshot(arguments.snapshot, device)
     loss = "not evaluated" if info.get("val_loss") is None else f"val loss {info['val_loss']:.4f}"
     tell(f"{arguments.snapshot}: step {info['step']}, {loss}, {model.config.num_parameters:,} parameters, on {device}")
+    with open(arguments.logprobs, "w", encoding="utf-8") if arguments.logprobs else nullcontext() as records:
+        session = Session(model, tokenizer, device, arguments, records)
+        if arguments.interactive:
+            session.chat(prompts[0])
+        else:
+            session.write(prompts)
 
-    prompt, ids = encode(prompt, tokenizer, arguments.unknown)
-    if len(ids) > model.config.block_size:
-        tell(f"the prompt has {len(ids)} tokens, the model reads the last {model.config.block_size} of them")
-    for number in range(1, arguments.num_samples + 1):
-        if number > 1:
-            print(f"--- sample {number} of {arguments.num_samples} ---")
-        tokens = model.generate(
-            torch.tensor([ids], device=device),
-            arguments.max_new_tokens,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
-            generator=torch.Generator(device).manual_seed(derived_seed(arguments.seed, number)),
+
+class Reply:
+    """What one text has become: whole characters, up to the end of the document or the first stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self.done = False
+        self._decoder, self._end_of_text, self._stops = tokenizer.decoder(), tokenizer.end_of_text, stops
+        self._text = ""  # not yet taken
+        self._held = ""  # may be the beginning of a stop string
+
+    def add(self, token: int) -> None:
+        if token == self._end_of_text:
+            self.close()
+        elif not self.done:
+            self._append(self._decoder.decode([token]))
+
+    def close(self) -> None:
+        """No token comes any more."""
+        if not self.done:
+            self._append(self._decoder.flush())
+            self._text, self._held, self.done = self._text + self._held, "", True
+
+    def take(self) -> str:
+        """What has come since the last time and can be shown."""
+        text, self._text = self._text, ""
+        return text
+
+    def _append(self, text: str) -> None:
+        text = self._held + text
+        end = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=None)
+        self.done = end is not None
+        if end is None:  # a stop string may have begun anywhere in the last characters, and may not be one after all
+            beginnings = (i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in self._stops))
+            end = next(beginnings, len(text))
+        self._text, self._held = self._text + text[:end], "" if self.done else text[end:]
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model and how it is asked to write."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    device: str
+    arguments: argparse.Namespace
+    records: TextIO | None  # receives log-probabilities
+
+    def write(self, prompts: Sequence[str]) -> None:
+        """Every sample of every prompt to stdout, in this order; of those made together the first one as it comes."""
+        asked, block_size = self.arguments, self.model.config.block_size
+        encoded = [encode(prompt, self.tokenizer, asked.unknown) for prompt in prompts]
+        for _, ids in encoded:
+            if len(ids) > block_size:
+                tell(f"the prompt has {len(ids)} tokens, the model reads the last {block_size} of them")
+        samples = range(1, asked.num_samples + 1)
+        places = [(prompt, number) for prompt in range(1, len(prompts) + 1) for number in samples]
+        for first in range(0, len(places), BATCH):
+            batch = places[first : first + BATCH]
+            replies = [Reply(self.tokenizer, asked.stop) for _ in batch]
+            generators = [self.generator(number) for _, number in batch]
+            steps = self.steps([encoded[prompt - 1][1] for prompt, _ in batch], generators, replies, batch)
+            for (prompt, number), reply in zip(batch, replies, strict=True):
+                which = f"prompt {prompt} of {len(prompts)}, " * (len(prompts) > 1)
+                which += f"sample {number} of {asked.num_samples}" * (asked.num_samples > 1)
+                if (prompt, number) != (1, 1):
+                    print(f"--- {which.removesuffix(', ')} ---")
+                print(encoded[prompt - 1][0], end="", flush=True)
+                while not reply.done:
+                    next(steps, None)
+                    print(reply.take(), end="", flush=True)
+                print(reply.take(), flush=True)
+
+    def chat(self, prompt: str) -> None:
+        """Answers each line of stdin, with all that was said before it in mind, as far as the block reaches."""
+        with suppress(ImportError):
+            import readline  # noqa: F401  arrow keys in input()
+        text, ids = encode(prompt, self.tokenizer, self.arguments.unknown)
+        print(text, end="", flush=True)
+        generator = self.generator(1)
+        question = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+        for turn in itertools.count(1):
+            try:
+                _, said = encode(normalize(input(question)) + "\n", self.tokenizer, self.arguments.unknown)
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                tell("\nCtrl-D leaves")
+                continue
+            except ValueError as error:  # a character that the model does not know
+                tell(str(error))
+                continue
+            ids += said
+            reply = Reply(self.tokenizer, self.arguments.stop)
+            with suppress(KeyboardInterrupt):
+                for (token,) in self.steps([ids], [generator], [reply], [(turn, 1)]):
+                    if token != self.tokenizer.end_of_text:
+                        ids.append(token)
+                    print(reply.take(), end="", flush=True)
+            print(reply.take(), flush=True)
+            if not self.tokenizer.decode(ids[-1:]).endswith("\n"):
+                ids += encode("\n", self.tokenizer, "drop")[1]
+
+    def steps(
+        self,
+        contexts: Sequence[Sequence[int]],
+        generators: Sequence[torch.Generator],
+        replies: Sequence[Reply],
+        places: Sequence[tuple[int, int]],
+    ) -> Iterator[list[int]]:
+        """Adds to the replies token by token, until all are done; yields what it added."""
+        logprobs: list[Tensor] = []
+        made = self.model.generate(
+            [torch.tensor(ids, device=self.device) for ids in contexts],
+            self.arguments.max_new_tokens,
+            temperature=self.arguments.temperature,
+            top_k=self.arguments.top_k,
+            top_p=self.arguments.top_p,
+            generator=generators,
+            logprobs=logprobs if self.records else None,
         )
-        print(prompt, end="", flush=True)
-        for token in tokens:
-            print(tokenizer.decode([int(token)]), end="", flush=True)
-        print(flush=True)
+        for tokens in made:
+            ids: list[int] = tokens.tolist()
+            for i, (reply, token) in enumerate(zip(replies, ids, strict=True)):
+                if self.records and not reply.done:
+                    prompt, number = places[i]
+                    place = {"prompt": prompt, "sample": number, "token": token}
+                    told = {"text": self.tokenizer.decode([token]), "logprob": float(logprobs[-1][i])}
+                    self.records.write(json.dumps(place | told) + "\n")
+                reply.add(token)
+            logprobs.clear()
+            yield ids
+            if all(reply.done for reply in replies):
+                return
+        for reply in replies:
+            reply.close()
+
+    def generator(self, number: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(derived_seed(self.arguments.seed, number))
 
 
 def tell(line: str) -> None:
@@ -114,26 +278,22 @@ def find_device(name: str) -> str:
     return name
 
 
-def read_prompt(arguments: argparse.Namespace) -> str:
-    """The prompt as it was given, a final newline too; as in training texts CRLF and CR become LF, a BOM goes."""
-    if arguments.prompt_file is None:
-        text: str = arguments.prompt
-    else:
-        with open(0 if arguments.prompt_file == "-" else arguments.prompt_file, "rb") as file:
-            data = file.read()
-        try:
-            text = data.decode("utf-8").removeprefix("\ufeff")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"--prompt-file={arguments.prompt_file} is not UTF-8: byte {data[error.start]:#04x} at offset "
-                f"{error.start}; convert it to UTF-8"
-            ) from error
+def read_prompt(file_name: str) -> str:
+    """The prompt in a file (`-`: standard input), a final newline too, without a BOM."""
+    with open(0 if file_name == "-" else file_name, "rb") as file:
+        data = file.read()
+    try:
+        return normalize(data.decode("utf-8").removeprefix("\ufeff"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--prompt-file={file_name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}; "
+            "convert it to UTF-8"
+        ) from error
+
+
+def normalize(text: str) -> str:
+    """As in training texts, CRLF and CR become LF."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def start_token(tokenizer: Tokenizer) -> int:
-    """What an empty prompt starts after (it is not shown): a newline, or the first token where there is none."""
-    return max(tokenizer.chars.find("\n"), 0)
 
 
 def encode(prompt: str, tokenizer: Tokenizer, unknown: str) -> tuple[str, list[int]]:
@@ -141,14 +301,16 @@ def encode(prompt: str, tokenizer: Tokenizer, unknown: str) -> tuple[str, list[i
 
     With `unknown="error"` raises ValueError that names the characters it does not know.
     """
-    if unknown != "error":
-        other = "" if unknown == "drop" else tokenizer.decode([start_token(tokenizer)])
+    if unknown != "error" and isinstance(tokenizer, CharTokenizer):
+        other = "" if unknown == "drop" else tokenizer.decode([tokenizer.start_token])
         prompt = "".join(char if char in tokenizer.chars else other for char in prompt)
     try:
         ids = tokenizer.encode(prompt).tolist()
     except ValueError as error:
-        raise ValueError(f"prompt: {error}; --unknown=drop or --unknown=replace does it for you") from error
-    return prompt, ids or [start_token(tokenizer)]
+        raise ValueError(
+            f"prompt {prompt[:30]!r}: {error}; --unknown=drop or --unknown=replace does it for you"
+        ) from error
+    return prompt, ids or [tokenizer.start_token]
 
 
 def derived_seed(seed: int, number: int) -> int:

@@ -334,7 +334,9 @@ _OPERATIONAL = (
     "compile",
     "model.preset",  # the shape it stands for is compared
     "model.activation_checkpointing",
-    "data.path",  # the fingerprint of what it holds is compared
+    "data.path",  # the fingerprint of what it holds is compared, here and below
+    "data.vocab_size",
+    "data.cache_gb",
     "train.eval_interval",
     "train.eval_sequences",
     "train.sample_interval",

@@ -4,6 +4,7 @@ Local files are read and written here; whatever else fsspec knows (`memory://`, 
 """
 
 import fcntl
+import glob
 import logging
 import math
 import os
@@ -56,6 +57,46 @@ def identity(uri: str) -> str:
         return f"{stat.st_size}-{stat.st_mtime_ns}"
     filesystem, path = _filesystem(uri)
     return str(filesystem.ukey(path))
+
+
+def is_folder(uri: str) -> bool:
+    """Whether `uri` is a folder. An HTTP server does not tell: there it is what ends in a slash."""
+    if not is_remote(uri):
+        return local_path(uri).is_dir()
+    if uri.startswith(("http://", "https://")):
+        return uri.endswith("/")
+    filesystem, path = _filesystem(uri)
+    try:
+        return bool(filesystem.isdir(path))
+    except PermissionError:  # what may be read and not listed
+        return False
+
+
+def find_files(uri: str) -> list[str]:
+    """The files that `uri` names, sorted: itself, those in the folder and below, or those that the pattern matches.
+
+    Of a folder names that begin with a dot are left out. Raises FileNotFoundError where there is no file.
+    """
+    filesystem, path = _filesystem(uri if is_remote(uri) else str(local_path(uri).absolute()))
+    if folder := is_folder(uri):
+        names = [f"{root}/{name}" for root, _, files in filesystem.walk(path) for name in files]
+    elif glob.has_magic(path) and not filesystem.exists(path):
+        names = [name for name in filesystem.glob(path) if not filesystem.isdir(name)]
+    else:
+        names = [path] if filesystem.exists(path) else []
+    if folder:
+        names = [name for name in names if "/." not in name[len(path) - 1 :]]
+    if not names:
+        raise FileNotFoundError(f"{uri}: no such file, or no file in this folder or of this pattern")
+    return [filesystem.unstrip_protocol(name) if is_remote(uri) else name for name in sorted(names)]
+
+
+def size(uri: str) -> int:
+    """Bytes at `uri`, 0 where a remote store does not tell; raises as `open_read` does."""
+    if not is_remote(uri):
+        return local_path(uri).stat().st_size
+    filesystem, path = _filesystem(uri)
+    return int(filesystem.size(path) or 0)
 
 
 def replace_file(path: Path, chunks: Iterable[Bytes]) -> None:

@@ -329,7 +329,7 @@ def test_a_missing_file_brings_the_nearest(problems: Problems, tmp_path: Path) -
 
 def test_all_problems_are_told_at_once(problems: Problems) -> None:
     text = "sed: 3\nmodel: {n_layer: many}\non_cpu: {compile: 7}\non_mps: {nmae: x}"
-    lines = problems("--optim.lr=1", "--train.micro_batch_size=12", "--data.tokenizer=bpe", "seed=1", "-y", text=text)
+    lines = problems("--optim.lr=1", "--train.micro_batch_size=12", "--data.tokenizer=words", "seed=1", "-y", text=text)
     assert [re.split(r"[=:]", line.removeprefix("default.yaml: "))[0] for line in lines] == [
         "seed",
         "-y",
@@ -485,6 +485,7 @@ def test_flatten_has_every_setting_by_its_dotted_name() -> None:
     [
         (["--optim.decay_fraction=0.3"], "optim.decay_fraction=0.3"),
         (["--optim.schedule=constant", "--optim.min_lr=1e-5"], "optim.min_lr=1e-05"),
+        (["--data.vocab_size=300"], "data.vocab_size=300"),
         (["--data.val_fraction=0", "--train.eval_interval=7"], "train.eval_interval=7"),
         (["--data.val_fraction=0", "--train.eval_sequences=7"], "train.eval_sequences=7"),
         (["--snapshot.resume=must", "--snapshot.init_from=x"], "snapshot.init_from='x'"),

@@ -1,6 +1,8 @@
 """The grid's promises at any world size, token files, and one prepared file for every way in."""
 
+import hashlib
 import io
+import json
 import logging
 import math
 import multiprocessing
@@ -26,7 +28,7 @@ from hypothesis import strategies as st
 
 from mingpt import data, storage
 from mingpt.data import Batches, Grid, Validation, mix, open_corpus, open_tokens, permute, share, split_point
-from mingpt.tokenizer import CharTokenizer
+from mingpt.tokenizer import BPETokenizer, CharTokenizer
 
 CPU = torch.device("cpu")
 seeds = st.integers(0, 2**64 - 1)
@@ -440,9 +442,185 @@ def test_a_long_text_tells_how_far_it_is(
     caplog.set_level(logging.INFO, "mingpt")
     clock = iter(range(0, 100, 2))
     list(data.read_text(uri.format(folder=tmp_path), clock=lambda: next(clock)))
-    first = "reading 1 of 2: 3 MB, 0.5 MB/s"
-    assert caplog.messages[0] == (f"reading 1 of 2: 3{size.replace('6 s', '10 s')}, 0.5 MB/s" if size else first)
-    assert len(caplog.messages) == 3  # every third of nine looks at the clock
+    first = "reading: 3 MB, 0.5 MB/s"
+    assert caplog.messages[0] == (f"reading: 3{size.replace('6 s', '10 s')}, 0.5 MB/s" if size else first)
+    assert len(caplog.messages) == 2  # every third of eight looks at the clock
+
+
+WORDS = st.text(alphabet="ab \n\t.日", max_size=60)
+
+
+@examples
+@given(st.lists(WORDS), st.integers(2, 12))
+def test_a_text_is_cut_where_no_token_crosses(texts: list[str], size: int) -> None:
+    pieces, text = list(data.cut(texts, size)), "".join(texts)
+    assert "".join(pieces) == text and all(0 < len(piece) <= size for piece in pieces)
+    assert pieces == list(data.cut([text], size)) == list(data.cut(text, size))
+    tokenizer = BPETokenizer.train(["ab ab aba .. \n\n  ab 日日 日"] * 9, 280)
+    if max(map(len, re.findall(r"\S*\s*", text))) < size:  # else some word is longer than a piece may be
+        assert [i for piece in pieces for i in tokenizer.encode(piece)] == tokenizer.encode(text).tolist()
+
+
+@pytest.mark.parametrize(("kind", "vocab_size"), [("gpt2", 4096), ("bpe", 280)])
+def test_a_text_in_byte_pairs_is_one_document(tmp_path: Path, kind: str, vocab_size: int) -> None:
+    text = "the quick fox <|endoftext|> jumps, it's 日本\n\n  far. " * 300
+    (tmp_path / "x.txt").write_text(text, encoding="utf-8")
+    file = open_corpus(str(tmp_path / "x.txt"), kind, vocab_size)
+    assert file.tokenizer.kind == kind and file.tokenizer.vocab_size == (280 if kind == "bpe" else 50257)
+    assert file.tokens.tolist() == [*file.tokenizer.encode(text), file.tokenizer.end_of_text]
+    assert (file.tokens == file.tokenizer.end_of_text).sum() == 1  # the one in the text is text
+
+
+def test_each_tokenizer_has_its_own_prepared_file(tmp_path: Path, preparations: list[str]) -> None:
+    (tmp_path / "x.txt").write_text("text and more text " * 50, encoding="utf-8")
+    asked = [("char", 4096), ("bpe", 260), ("bpe", 265)]
+    for _ in range(2):
+        sizes = [open_corpus(str(tmp_path / "x.txt"), *it).tokenizer.vocab_size for it in asked]
+    assert len(preparations) == 3 and sizes[1:] == [260, 265]
+
+
+# --- shards and prepared folders --------------------------------------------------------------------------------------
+
+
+@examples
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 60), st.integers(0, 60), st.data())
+def test_shards_read_as_one_array(sizes: list[int], start: int, stop: int, draw: st.DataObject) -> None:
+    whole = np.arange(sum(sizes), dtype=np.uint16)
+    shards = data.Shards(np.split(whole, np.cumsum(sizes)[:-1]) if sizes else [])
+    assert len(shards) == len(whole)
+    expected, part = whole[start:stop], shards[start:stop]
+    assert len(part) == len(expected)
+    where = draw.draw(st.lists(st.integers(0, len(expected) - 1), max_size=9)) if len(expected) else []
+    index = np.array([where, where], np.int64)
+    assert part[index].tolist() == expected[index].tolist()
+
+
+def write_folder(folder: Path, *splits: list[int]) -> data.Index:
+    """A prepared folder with shards of three tokens."""
+    folder.mkdir(exist_ok=True)
+    written = []
+    for name, ids in zip(("train", "val"), splits, strict=True):
+        shards = []
+        for i in range(0, len(ids), 3):
+            path = folder / f"{name}-{i // 3:05d}.tokens"
+            data.write_tokens(path, [np.array(ids[i : i + 3], np.uint16)], CharTokenizer("abcdefghij"))
+            raw = path.read_bytes()
+            shards.append(data.Shard(path.name, len(ids[i : i + 3]), len(raw), hashlib.sha256(raw).hexdigest()))
+        written.append(tuple(shards))
+    index = data.Index(written[0], written[1], {})
+    (folder / data.INDEX).write_bytes(index.to_json())
+    return index
+
+
+@pytest.fixture
+def folder_here(tmp_path: Path) -> Path:
+    write_folder(tmp_path / "prepared", [0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 0])
+    return tmp_path / "prepared"
+
+
+@pytest.fixture
+def folder_there(folder_here: Path) -> Iterator[str]:
+    memory = fsspec.filesystem("memory")
+    memory.put(str(folder_here), "/store/prepared", recursive=True)
+    yield "memory://store/prepared"
+    memory.rm("/store", recursive=True)
+
+
+def test_a_prepared_folder_is_one_stream_with_its_own_split(folder_here: Path) -> None:
+    corpus = open_corpus(str(folder_here), "char")
+    assert corpus.tokens[np.arange(11)].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
+    assert corpus.split(0.5) == 7 and corpus.tokenizer.vocab_size == 10
+    assert open_corpus(str(folder_here / "index.json"), "char").fingerprint == corpus.fingerprint
+    write_folder(folder_here, [0, 1, 2, 3], [])
+    assert open_corpus(str(folder_here), "char").split(0.5) == 2, "without validation of its own, as the config says"
+
+
+def test_batches_come_out_of_shards_as_out_of_an_array(folder_here: Path) -> None:
+    shards = open_corpus(str(folder_here), "char").tokens[:7]
+    grid = Grid(7, 2, 4, 2, seed=1)
+    for tokens in (shards, np.arange(7, dtype=np.uint16)):
+        batches = Batches(tokens, grid, CPU)
+        for starts, (idx, targets) in zip(grid.starts(3).reshape(2, 2), batches.cells(3, range(2)), strict=True):
+            assert idx[:, 0].tolist() == starts.tolist() and torch.equal(targets, idx + 1)
+        batches.close()
+    assert Validation(shards, 3, 2).cell(0, CPU)[1].tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("damage", ["swapped", "index", "version", "path", "missing"])
+def test_a_damaged_folder_is_refused(folder_here: Path, damage: str) -> None:
+    raw = json.loads((folder_here / "index.json").read_bytes())
+    if damage == "swapped":
+        (folder_here / "val-00001.tokens").rename(folder_here / "train-00001.tokens")
+    elif damage == "missing":
+        (folder_here / "train-00001.tokens").unlink()
+    raw["format"] = 2 if damage == "version" else 1
+    raw["train"][0]["name"] = "../x.tokens" if damage == "path" else raw["train"][0]["name"]
+    (folder_here / "index.json").write_text("{" if damage == "index" else json.dumps(raw), encoding="utf-8")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"prepare the folder again|No such file"):
+        open_corpus(str(folder_here), "char")
+
+
+def test_a_folder_at_a_uri_is_downloaded_once(
+    folder_here: Path, folder_there: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    open_read = storage.open_read
+    monkeypatch.setattr(storage, "open_read", lambda uri: (read.append(uri), open_read(uri))[1])
+    for _ in range(2):
+        corpus = open_corpus(folder_there, "char")
+    assert corpus.fingerprint == open_corpus(str(folder_here), "char").fingerprint
+    assert corpus.tokens[np.arange(11)].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
+    assert len(read) == 2 + 5 and len({*read}) == 1 + 5, "the index each time, each file once"
+
+
+def test_a_folder_at_a_uri_is_verified_and_goes_on_after_a_failure(folder_there: str, private_temp: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    good = memory.cat("/store/prepared/val-00000.tokens")
+    memory.pipe("/store/prepared/val-00000.tokens", good[:-1] + b"\x07")
+    with pytest.raises(OSError, match=r"memory://store/prepared/val-00000\.tokens has other bytes than index\.json"):
+        open_corpus(folder_there, "char")
+    kept = {path.name for path in private_temp.rglob("*.tokens")}
+    assert kept == {"train-00000.tokens", "train-00001.tokens", "train-00002.tokens"}
+    memory.pipe("/store/prepared/val-00000.tokens", good)
+    assert len(open_corpus(folder_there, "char").tokens) == 11
+
+
+def test_the_cache_of_downloaded_folders_is_bounded(tmp_path: Path, private_temp: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for name in "abc":
+        write_folder(tmp_path / name, [ord(name) % 10, 1, 2], [3, 4])
+        memory.put(str(tmp_path / name), f"/store/{name}", recursive=True)
+    size = sum(file.stat().st_size for file in (tmp_path / "a").iterdir()) / 1e9
+    first = open_corpus("memory://store/a", "char", cache_gb=2.5 * size)
+    os.utime(first.path, (1, 1))
+    for name in "bc":
+        open_corpus(f"memory://store/{name}", "char", cache_gb=2.5 * size)
+    assert not first.path.exists() and len([*private_temp.glob("*/folders/*/")]) == 2
+    assert first.tokens[np.arange(5)].tolist() == [7, 1, 2, 3, 4], "who has it open keeps it"
+    with pytest.raises(ValueError, match=r"data\.cache_gb"):
+        open_corpus("memory://store/a", "char", cache_gb=size / 3)
+    memory.rm("/store", recursive=True)
+
+
+def test_two_gigabytes_of_tokens_take_no_memory_of_our_own(token_file: Path) -> None:
+    raw, count = token_file.read_bytes(), 1_000_000_000
+    header = raw[16:-6].replace(b'"count": 3', b'"count": 1000000000')
+    token_file.write_bytes(raw[:8] + len(header).to_bytes(8, "little") + header)
+    os.truncate(token_file, 16 + len(header) + 2 * count)
+    tokens = open_corpus(str(token_file), "char").tokens
+    grid = Grid(count, 1024, 64, 16, seed=1)
+    batches = Batches(tokens, grid, CPU)
+
+    def own() -> int:
+        status = Path("/proc/self/status").read_text(encoding="utf-8") if sys.platform == "linux" else "RssAnon: 0 kB"
+        return int(re.search(r"RssAnon:\s+(\d+)", status)[1])  # type: ignore[index]
+
+    batches.cells(0, range(grid.cells))
+    before = own()
+    for step in range(30):
+        batches.cells(step, range(grid.cells))
+    batches.close()
+    assert own() - before < 20_000  # kB; 200 MB are allowed
 
 
 # --- preparing once ---------------------------------------------------------------------------------------------------
@@ -461,9 +639,9 @@ def preparations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     prepare = data._prepare
 
-    def counted(uri: str, path: Path) -> None:
+    def counted(uri: str, *args: Any) -> None:
         done.append(uri)
-        prepare(uri, path)
+        prepare(uri, *args)
 
     monkeypatch.setattr(data, "_prepare", counted)
     return done
@@ -491,7 +669,7 @@ def test_any_name_makes_a_file_name_and_none_takes_anothers_place(tmp_path: Path
 
 def test_a_prepared_text_takes_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus(tmp_path / "x.txt", b"text")
-    monkeypatch.delattr(data, "_only_process")  # a folder that someone else prepared may be read-only
+    monkeypatch.delattr(data, "only_process")  # a folder that someone else prepared may be read-only
     open_corpus(str(tmp_path / "x.txt"), "char")
 
 
@@ -554,15 +732,18 @@ def test_a_text_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.rglob("*.tokens"))
 
 
-@pytest.mark.parametrize(("path", "message"), [("x.txt", "does not exist"), ("", "neither input.txt nor prepare.py")])
+@pytest.mark.parametrize(
+    ("path", "message"), [("x.txt", "does not exist"), ("", "neither index.json nor input.txt nor prepare.py")]
+)
 def test_what_is_not_there(tmp_path: Path, path: str, message: str) -> None:
     with pytest.raises(FileNotFoundError, match=message):
         open_corpus(str(tmp_path / path), "char")
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.tokenizer='words'"):
-        open_corpus(str(tmp_path), "words")
+    (tmp_path / "x.txt").write_text("text", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"data\.tokenizer='words' is not known"):
+        open_corpus(str(tmp_path / "x.txt"), "words")
 
 
 def in_process(name: str, folder: Path, barrier: Barrier, log: Path) -> None:
@@ -635,7 +816,7 @@ def test_who_comes_second_says_that_it_waits(tmp_path: Path, caplog: pytest.LogC
                 waiting.set()
 
     def hold() -> None:
-        with data._only_process(tmp_path, "x"):
+        with data.only_process(tmp_path, "x"):
             inside.set()
             assert waiting.wait(30)
 
@@ -644,7 +825,7 @@ def test_who_comes_second_says_that_it_waits(tmp_path: Path, caplog: pytest.LogC
     holder = threading.Thread(target=hold)
     holder.start()
     inside.wait(30)
-    with data._only_process(tmp_path, "x"):
+    with data.only_process(tmp_path, "x"):
         assert waiting.is_set()
     holder.join()
     data.log.removeHandler(handler)

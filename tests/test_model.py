@@ -276,9 +276,10 @@ def test_the_cache_saves_work(monkeypatch: pytest.MonkeyPatch) -> None:
     model, widths = spread(tiny()), []
     forward: Callable[..., Tensor] = model.transformer.forward
 
-    def counting(idx: Tensor, caches: list[Cache] | None = None) -> Tensor:
+    def counting(idx: Tensor, caches: list[Cache] | None = None, padding: Tensor | None = None) -> Tensor:
         widths.append(idx.size(1))
-        return forward(idx, caches)
+        assert padding is None  # the attention needs no mask
+        return forward(idx, caches, padding)
 
     monkeypatch.setattr(model.transformer, "forward", counting)
     tokens(model.generate(random_ids(1, BLOCK - 3), 6))
@@ -331,9 +332,61 @@ def test_draws_follow_the_probabilities() -> None:
     assert shares(top_k=3, top_p=0.8) == near([0, 0.625, 0, 0.375])  # top_p of what top_k left: 0.53 + 0.32 >= 0.8
 
 
-def test_of_equal_logits_the_first_wins() -> None:
+def test_equal_logits_are_equally_likely() -> None:
     ties = torch.zeros(4, 5000)
-    assert sample_token(ties, 0.0).tolist() == sample_token(ties, 1.0, top_k=1).tolist() == [0, 0, 0, 0]
+    assert sample_token(ties, 0.0).tolist() == [0, 0, 0, 0]
+    assert len(sample_token(ties, 1.0, top_k=1, generator=seeded(3)).unique()) == 4  # which is the likeliest?
+    assert sample_token(ties, 1.0, top_p=1e-9).tolist() == [0, 0, 0, 0]  # the fewest that reach it: one
+
+
+def test_the_ends_of_the_random_numbers_draw_no_impossible_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]]).clamp(min=-1e30)  # finite, with probability zero
+    for number, drawn in ((0.0, 2), (1 - 2**-24, 1), (0.5, 1), (0.49, 2)):
+        monkeypatch.setattr(torch, "rand", lambda *shape, number=number, **_: torch.full(shape, number))
+        assert sample_token(logits, 1.0).tolist() == sample_token(logits, 1.0, top_k=2).tolist() == [drawn]
+
+
+# many prompts of different lengths
+
+
+LENGTHS = [3, 1, BLOCK - 2, BLOCK + 5, 3, BLOCK]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_k": 7}, {"top_p": 0.8, "temperature": 1.3}])
+@pytest.mark.parametrize("bias", [True, False])
+def test_each_prompt_gets_what_it_gets_alone(bias: bool, settings: dict[str, Any]) -> None:
+    model = spread(tiny(bias=bias))
+    prompts = [random_ids(1, length)[0] for length in LENGTHS]
+    together: list[Tensor] = []
+    generators = [seeded(i) for i in range(len(prompts))]
+    made = tokens(model.generate(prompts, 2 * BLOCK, generator=generators, logprobs=together, **settings))
+    for i, prompt in enumerate(prompts):
+        single: list[Tensor] = []
+        alone = model.generate(prompt.unsqueeze(0), 2 * BLOCK, generator=seeded(i), logprobs=single, **settings)
+        assert torch.equal(tokens(alone)[0], made[i]), f"prompt of {len(prompt)}"
+        torch.testing.assert_close(torch.stack(together)[:, i], torch.cat(single), atol=1e-4, rtol=1e-4)
+    assert len(made.unique()) > 6  # a model that repeats itself would prove little
+    assert torch.equal(made[0], made[4]) == (settings == {"temperature": 0.0})  # one prompt, two generators
+
+
+def test_padding_is_never_seen() -> None:
+    model = spread(tiny())
+    idx, padding = random_ids(2, 9), torch.tensor([4, 0])
+    hidden = model.transformer(idx, None, padding)
+    changed = idx.clone()
+    changed[0, :4] = (idx[0, :4] + 1) % VOCAB
+    assert torch.equal(hidden[0, 4:], model.transformer(changed, None, padding)[0, 4:])
+    torch.testing.assert_close(hidden[0, 4:], model.transformer(idx[:1, 4:])[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(hidden[1], model.transformer(idx[1:])[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_logprobs_are_the_models_own() -> None:
+    model, idx = spread(tiny()), random_ids(2, 5)
+    logprobs: list[Tensor] = []
+    made = tokens(model.generate(idx, BLOCK - 5, temperature=1.7, top_k=3, generator=seeded(1), logprobs=logprobs))
+    expected = logits_of(model, torch.cat((idx, made), dim=1)).log_softmax(dim=-1)[:, 4:-1].gather(2, made.unsqueeze(2))
+    torch.testing.assert_close(torch.stack(logprobs, dim=1), expected.squeeze(2), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -349,6 +402,9 @@ def test_of_equal_logits_the_first_wins() -> None:
         {"top_p": float("nan")},
         {"max_new_tokens": -1},
         {"idx": torch.zeros(1, 0, dtype=torch.int64)},
+        {"idx": []},
+        {"idx": [torch.tensor([1]), torch.tensor([], dtype=torch.int64)]},
+        {"generator": [torch.Generator()] * 2},
     ],
 )
 def test_settings_out_of_range_are_refused_at_the_call(settings: dict[str, Any]) -> None:

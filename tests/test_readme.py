@@ -5,13 +5,22 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, text
 
+from mingpt.image import encode
+from mingpt.interop import export_gpt2
+from mingpt.model import GPT, PRESETS, GPTConfig
+from mingpt.snapshot import model_tensors
+from mingpt.tokenizer import CharTokenizer
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUICK = ["--train.max_steps=3", "--optim.warmup_steps=1", "--train.eval_sequences=16", "--train.num_threads=1"]
+FINETUNE = ["--data.tokenizer=char", "--model.preset=gpt-nano", "--model.block_size=32", "--train.max_epochs=null"]
+TINY = ["--model.preset=gpt-nano", "--model.block_size=64", "--train.global_batch_size=16"]
 
 
 def blocks(language: str) -> list[str]:
@@ -27,7 +36,22 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "train_gpt.py", folder)
     (folder / "data/shakespeare/input.txt").write_text("ROMEO:\n" + text(20000), encoding="utf-8")
     (folder / "my.txt").write_text(text(5000), encoding="utf-8")
+    make_gpt2(folder)
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "a.jsonl").write_text('{"text": "a document"}\n' * 900, encoding="utf-8")
+    (folder / "fineweb.txt").write_text(text(50_000), encoding="utf-8")
+    run(folder, "python", "-m", "mingpt.prepare", "fineweb.txt", "--out=data/fineweb/prepared", "--tokenizer=gpt2")
     return folder
+
+
+def make_gpt2(folder: Path) -> None:
+    """A small random model for the text: gpt2.safetensors, and gpt2/ as Hugging Face lays it out."""
+    tokenizer = CharTokenizer.from_text([(folder / "data/shakespeare/input.txt").read_text(encoding="utf-8")])
+    model = GPT(GPTConfig(tokenizer.vocab_size, block_size=32, **PRESETS["gpt-nano"]))
+    metadata = {"model": asdict(model.config), "tokenizer": tokenizer.to_dict(), "step": 0}
+    image = encode({f"model.{name}": tensor for name, tensor in model_tensors(model).items()}, metadata)
+    (folder / "gpt2.safetensors").write_bytes(image.numpy().tobytes())
+    export_gpt2(str(folder / "gpt2.safetensors"), str(folder / "gpt2"))
 
 
 def run(folder: Path, *command: str) -> str:
@@ -53,7 +77,8 @@ def test_every_command(checkout: Path) -> None:
         trains = "train_gpt.py" in command
         if trains and "--nproc_per_node=4" in command:
             command += ["--name=four"]
-        output = run(checkout, *command, *(QUICK if trains else []))
+        tunes = "configs/finetune_gpt2.yaml" in command
+        output = run(checkout, *command, *(QUICK if trains else []), *(FINETUNE if tunes else []))
         assert ("weights_sha256" in output) == trains
         if "mingpt.sample" in command:
             assert output.count("ROMEO:") >= 2
@@ -79,7 +104,9 @@ def test_every_python_example(checkout: Path) -> None:
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config(checkout: Path, config: Path) -> None:
-    overrides = [] if config.stem == "smoke" else QUICK
+    tuned = [*QUICK, *FINETUNE, "--snapshot.init_from=gpt2.safetensors"]
+    special = {"smoke": [], "gpt2_124m": [*QUICK, *TINY], "finetune_gpt2": tuned}
+    overrides = special.get(config.stem, QUICK)
     output = run(checkout, "python", "train_gpt.py", f"configs/{config.name}", f"--name=test-{config.stem}", *overrides)
     assert "weights_sha256" in output
     command = config.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")

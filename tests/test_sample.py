@@ -1,6 +1,8 @@
 """Sampling from a true image: what reaches stdout, what is refused, and how the command ends."""
 
 import io
+import json
+import math
 import os
 import signal
 import subprocess
@@ -17,15 +19,18 @@ from mingpt import sample
 from mingpt.image import encode
 from mingpt.model import GPT, GPTConfig
 from mingpt.snapshot import Snapshots, model_tensors
-from mingpt.tokenizer import CharTokenizer
+from mingpt.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 
 ROOT = Path(__file__).parent.parent
 CHARS = "\t\n !?abcdefé"  # a newline that is not the first
 BLOCK = 16
 
 
-def make_image(chars: str = CHARS, damage: float = 0.0, val_loss: float | None = 1.25) -> torch.Tensor:
-    tokenizer = CharTokenizer("".join(sorted(chars)))
+CHAR = CharTokenizer(CHARS)
+BPE = BPETokenizer("bpe", (*(bytes([byte]) for byte in range(256)), b"th", b"the", b"\n\n"))
+
+
+def make_image(tokenizer: Tokenizer = CHAR, damage: float = 0.0, val_loss: float | None = 1.25) -> torch.Tensor:
     config = GPTConfig(tokenizer.vocab_size, block_size=BLOCK, n_layer=1, n_head=2, n_embd=16)
     torch.manual_seed(3)
     model = GPT(config)
@@ -127,7 +132,7 @@ def test_an_empty_prompt_starts_after_a_newline_or_the_first_token(run: Callable
     assert run(*ask, f"--prompt-file={empty}")[1] == out
 
     without = tmp_path / "without.safetensors"
-    without.write_bytes(make_image("xyz").numpy().tobytes())
+    without.write_bytes(make_image(CharTokenizer("xyz")).numpy().tobytes())
     assert "x" + run(*ask, snapshot=without)[1] == run(*ask, "--prompt=x", snapshot=without)[1]
 
 
@@ -170,13 +175,120 @@ def test_unknown_characters_are_named_or_left_out_or_replaced(run: Callable[...,
     assert run("--prompt=a\udcffb")[0] == 2  # a byte of the command line that is not UTF-8
 
 
+# many prompts
+
+
+def test_each_text_is_what_it_is_alone(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    prompts = ["ab", "", "c" * (BLOCK + 4), "é\n", "ab"]
+    ask = ("--max-new-tokens=50", "--top-k=9")
+    alone = [
+        run(f"--prompt={prompt}", *ask, "--num-samples=2")[1].split("--- sample 2 of 2 ---\n") for prompt in prompts
+    ]
+    code, out, err = run(*(f"--prompt={prompt}" for prompt in prompts), *ask)
+    expected = alone[0][0] + "".join(f"--- prompt {i} of 5 ---\n{alone[i - 1][0]}" for i in range(2, 6))
+    assert (code, out) == (0, expected) and err.count("the model reads the last 16") == 1
+
+    files = [tmp_path / str(i) for i in range(len(prompts))]
+    for file, prompt in zip(files, prompts, strict=True):
+        file.write_text(prompt, encoding="utf-8")
+    _, out, _ = run(*(f"--prompt-file={file}" for file in files), *ask, "--num-samples=2")  # more than one batch
+    parts = [f"--- prompt {i} of 5, sample {k} of 2 ---\n{alone[i - 1][k - 1]}" for i in range(1, 6) for k in (1, 2)]
+    assert out == "".join(parts).removeprefix("--- prompt 1 of 5, sample 1 of 2 ---\n")
+
+
+# where a text ends
+
+
+def added(tokens: list[int], tokenizer: Tokenizer, *stops: str) -> tuple[list[str], bool]:
+    """What a reply shows after each of the tokens and at its end, and whether it had ended before."""
+    reply = sample.Reply(tokenizer, stops)
+    shown = []
+    for token in tokens:
+        reply.add(token)
+        shown.append(reply.take())
+    done = reply.done
+    reply.close()
+    return [*shown, reply.take()], done
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown", "done"),
+    [
+        ("abcab", (), ["a", "b", "c", "a", "b", ""], False),
+        ("abcab", ("ca",), ["a", "b", "", "", "", ""], True),
+        ("abcab", ("cx", "bcaa"), ["a", "", "", "", "bca", "b"], False),
+        ("ccca", ("cca",), ["", "", "c", "", ""], True),
+        ("abc", ("bcd",), ["a", "", "", "bc"], False),  # what might have become a stop string is shown at the end
+        ("abc", ("bc", "b"), ["a", "", "", ""], True),
+        ("abc", ("a",), ["", "", "", ""], True),
+    ],
+)
+def test_text_is_shown_up_to_a_stop_string(text: str, stops: tuple[str, ...], shown: list[str], done: bool) -> None:
+    tokenizer = CharTokenizer("abcdx")
+    assert added(tokenizer.encode(text).tolist(), tokenizer, *stops) == (shown, done)
+
+
+def test_stop_strings_cross_the_borders_of_tokens_and_characters() -> None:
+    def ids(text: str) -> list[int]:
+        return [int(token) for token in BPE.encode(text)]
+
+    assert added([*ids("é"), *ids("the"), 256], BPE, "het") == (["", "é", "t", "", ""], True)  # "the" + "th"
+    assert added([*ids("x"), 258, *ids("y")], BPE, "\n") == (["x", "", "", ""], True)  # a part of a token
+    assert added(list("日x".encode()), BPE, "x") == (["", "", "日", "", ""], True)
+    assert added([0xE6, 0x97], BPE) == (["", "", "\ufffd"], False)  # a character that never ends
+    assert added([*ids("a"), BPE.end_of_text, *ids("b")], BPE, "ab") == (["", "a", "", ""], True)
+    assert added([*ids("a"), 300], BPE) == (["a", "\ufffd", ""], False)
+
+
+def test_stop_strings_of_the_command_line(run: Callable[..., Outcome]) -> None:
+    ask = ("--prompt=ab", "--max-new-tokens=60", "--num-samples=3")
+    whole = run(*ask)[1].replace("ab", "", 1).split("\n--- sample", 1)[0]
+    stop = whole[20:23]
+    cut = run(*ask, f"--stop={stop}", "--stop=never")[1]
+    assert cut.startswith(f"ab{whole[: whole.index(stop)]}\n--- sample 2 of 3 ---\nab") and cut.count("---") == 4
+    code, out, err = run(*ask, "--stop=")
+    assert (code, out) == (2, "") and "--stop" in err
+
+
+def test_a_text_ends_with_its_document(tmp_path: Path, run: Callable[..., Outcome]) -> None:
+    image = tmp_path / "bpe.safetensors"
+    image.write_bytes(make_image(BPE).numpy().tobytes())
+    ask = ("--prompt=<|endoftext|>the", "--max-new-tokens=3000", "--temperature=9", f"--logprobs={tmp_path / 'p'}")
+    code, out, _ = run(*ask, snapshot=image)
+    tokens = [json.loads(line)["token"] for line in (tmp_path / "p").read_text(encoding="utf-8").splitlines()]
+    assert code == 0 and tokens.index(BPE.end_of_text) == len(tokens) - 1 < 2999
+    assert out == f"<|endoftext|>the{BPE.decode(tokens[:-1])}\n"
+
+
+def test_logprobs_of_what_was_written(run: Callable[..., Outcome], tmp_path: Path, image: Path) -> None:
+    file = tmp_path / "logprobs"
+    ask = ("--prompt=ab", "--prompt=c", "--num-samples=2", "--max-new-tokens=10", f"--logprobs={file}")
+    stop = run(*ask)[1][6]  # in the middle of the first text
+    _, out, _ = run(*ask, f"--stop={stop}")
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    model, tokenizer, _ = sample.load_snapshot(str(image))
+    texts = [text.split("---\n")[-1] for text in out.split("\n--- prompt ")]
+    for prompt, number in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        mine = [row for row in rows if (row["prompt"], row["sample"]) == (prompt, number)]
+        start = "ab" if prompt == 1 else "c"
+        written = "".join(row["text"] for row in mine)
+        assert len(mine) <= (5 if number == prompt == 1 else 10)
+        assert (start + written.removesuffix(stop)).split() == texts[2 * prompt + number - 3].split()
+        idx = torch.tensor([tokenizer.encode(start + written).tolist()])
+        expected = model(idx)[0].log_softmax(-1)[0, len(start) - 1 : -1].gather(1, idx[0, len(start) :, None])
+        assert [row["logprob"] for row in mine] == pytest.approx(expected.flatten().tolist(), abs=1e-4)
+        assert all(math.isfinite(row["logprob"]) for row in mine)
+    assert run(*ask[:1], f"--logprobs={tmp_path / 'no' / 'folder'}")[0] == 2
+
+
 # refusals
 
 
 @pytest.mark.parametrize(
     "option",
     ["--temperature=-1", "--temperature=nan", "--temperature=hot", "--top-k=0", "--top-k=-1", "--top-p=0",
-     "--max-new-tokens=-1", "--num-samples=0", "--unknown=guess", "--device=cuda:99", "--device=abacus", "--temp=1"],
+     "--max-new-tokens=-1", "--num-samples=0", "--unknown=guess", "--stop=", "--device=cuda:99", "--device=abacus",
+     "--temp=1"],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(run: Callable[..., Outcome], option: str) -> None:
     code, out, err = run(option)
@@ -189,8 +301,14 @@ def test_the_device_is_what_the_machine_has() -> None:
     assert sample.find_device("cpu") == "cpu"
 
 
-def test_two_prompts_are_refused(run: Callable[..., Outcome]) -> None:
-    assert run("--prompt=a", "--prompt-file=b")[0] == 2
+@pytest.mark.parametrize(
+    "options",
+    [("--prompt=a", "--prompt-file=b"), ("--prompt-file=-", "--prompt-file=-"), ("--interactive", "--prompt-file=-"),
+     ("--interactive", "--prompt=a", "--prompt=b"), ("--interactive", "--num-samples=2")],
+)  # fmt: skip
+def test_what_cannot_go_together_is_refused(run: Callable[..., Outcome], options: tuple[str, ...]) -> None:
+    code, out, err = run(*options)
+    assert (code, out) == (2, "") and options[0].split("=")[0] in err
 
 
 def test_what_is_no_snapshot_is_told_in_one_line(run: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -262,3 +380,36 @@ def test_ctrl_c_ends_quietly(image: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130 and err.count(b"\n") == 1
+
+
+# the chat
+
+
+def test_a_chat_answers_line_by_line_with_all_that_was_said(image: Path) -> None:
+    ask = ("--temperature=0", "--max-new-tokens=6")
+    process = start(image, "--interactive", "--prompt=ab", *ask)
+    out, err = process.communicate(b"c\nX\nd\n")
+    assert process.returncode == 0
+    assert b"'X' at position 0" in err and err.count(b"\n") == 2
+
+    model, tokenizer, _ = sample.load_snapshot(str(image))
+    text, shown = "ab", "ab"
+    for line in "cd":
+        text += f"{line}\n"
+        idx = torch.tensor([tokenizer.encode(text).tolist()])
+        made = tokenizer.decode(int(token) for token in model.generate(idx, 6, temperature=0.0))
+        text, shown = text + made + "\n" * (not made.endswith("\n")), f"{shown}{made}\n"
+    assert out.decode() == shown
+
+
+def test_ctrl_c_ends_a_reply_and_not_the_chat(image: Path) -> None:
+    process = start(image, "--interactive", "--max-new-tokens=1000000")
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stderr.readline()
+    for _ in range(2):
+        process.stdin.write(b"ab\n")
+        process.stdin.flush()
+        process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+    out, err = process.communicate()  # the end of the input: Ctrl-D
+    assert process.returncode == 0 and out.endswith(b"\n") and err == b""

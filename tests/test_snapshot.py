@@ -379,7 +379,7 @@ def test_what_cannot_be_loaded_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no snapshot is in"):
         find_image(str(tmp_path))
     (tmp_path / "x.safetensors").write_bytes(b"not one")
-    with pytest.raises(ValueError, match="no snapshot image"):
+    with pytest.raises(ValueError, match="no safetensors file"):
         find_image(str(tmp_path / "x.safetensors"))
     save(tmp_path, 1)
     manifest = read_manifests(tmp_path)[0]
