@@ -261,7 +261,9 @@ def open_books(
 def losses_after(step: int, config: Config) -> dict[int, float]:
     """What was logged beyond `step` before a restart, by step."""
     rows = metrics.read_metrics(config.run_dir / "metrics.jsonl")
-    return {row["step"]: float(row["train/loss"]) for row in rows if row.get("step", 0) > step and "train/loss" in row}
+    return {
+        row["step"]: row["train/loss"] for row in rows if row["step"] > step and type(row.get("train/loss")) is float
+    }
 
 
 def check_size(shape: GPTConfig, grid: Grid, max_steps: int, world: World) -> None:

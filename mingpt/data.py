@@ -32,7 +32,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -582,25 +582,36 @@ def end_of_document(tokenizer: Tokenizer) -> Ids:
 def _made_by_folder(folder: Path) -> Path:
     """The index of a prepared folder, else its `input.txt`; its `prepare.py` makes one of them if there is none."""
     index, text, script = folder / INDEX, folder / "input.txt", folder / "prepare.py"
+    if index.exists():  # written last
+        return index
 
     def made() -> Path | None:
         return next((it for it in (index, text) if it.exists()), None)
 
-    if found := made():
-        return found
+    cache = _cache_folder(str(text), script.name)
+    unfinished = cache / "unfinished"  # a script that was killed may have left half a text
+    if text.exists() and not unfinished.exists():
+        return text
     if not script.exists():
         raise FileNotFoundError(
             f"data.path={folder} has neither {INDEX} nor input.txt nor prepare.py; give a text, a URI, or a folder "
             "that python -m mingpt.prepare has finished"
         )
-    with only_process(_cache_folder(str(text), script.name), str(folder)):
-        if not made():
+    with only_process(cache, str(folder)) as lock:
+        if not made() or unfinished.exists():
             log.info("running %s", script)
+            unfinished.touch()
             command = [sys.executable, str(script.resolve())]
-            done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
+            # It inherits the lock: where it outlives us nobody starts it a second time beside it.
+            done = subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", check=False, pass_fds=[lock.fileno()]
+            )
             if done.returncode or not made():
+                if not made():
+                    unfinished.unlink()  # a text put there by hand is whole
                 said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
                 raise ChildProcessError(f"data.path={folder}: {script} made no input.txt: {said[-1]}")
+            unfinished.unlink()
             log.info("made %s: %s", made(), done.stdout.strip().rpartition("\n")[2])
     return made() or text
 
@@ -630,16 +641,16 @@ def _private_folder(name: str) -> Path:
 
 
 @contextmanager
-def only_process(folder: Path, work: str) -> Iterator[None]:
-    """Holds the folder's lock, which the kernel lets go when its holder ends, however it ends."""
+def only_process(folder: Path, work: str) -> Iterator[BinaryIO]:
+    """Holds the folder's lock, which the kernel gives back when its holder ends, however it ends; the open file."""
     with ExitStack() as held:
         try:
-            held.enter_context(storage.lock(folder / "lock", patience=0))
+            lock = held.enter_context(storage.lock(folder / "lock", patience=0))
         except BlockingIOError as holder:
             log.info("waiting for another process (%s) to prepare %s", holder, work)
-            held.enter_context(storage.lock(folder / "lock"))
+            lock = held.enter_context(storage.lock(folder / "lock"))
         storage.remove_leftovers(folder)
-        yield
+        yield lock
 
 
 def _hex(text: str) -> str:

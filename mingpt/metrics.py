@@ -71,9 +71,9 @@ def _ends_with_newline(file: Any) -> bool:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows and events of a `metrics.jsonl` in the order they were written; torn lines are skipped.
+    """The rows and events of a `metrics.jsonl` in the order they were written.
 
-    Nothing where there is no such file; OSError where it cannot be read.
+    Lines that are torn or not ours are skipped. Nothing where there is no such file; OSError where it cannot be read.
     """
     if not path.exists():
         return
@@ -83,7 +83,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 entry = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(entry, dict):
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
                 yield entry
 
 

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+
 
 def learning_rate_at(
     step: int,
@@ -21,8 +23,9 @@ def learning_rate_at(
     Linear warm-up to `learning_rate` over `warmup_steps`, then by `schedule`: `cosine` (Loshchilov and Hutter 2017,
     eq. 5, one period) or `linear` down to `min_lr` at `max_steps`, `constant`, or `wsd` (warm-up, stable, decay: Hu et
     al. 2024): constant until the last `decay_fraction` of the steps, then linear to `min_lr`. Beyond `max_steps` the
-    rate stays where it ended. Raises ValueError for an unknown schedule.
+    rate stays where it ended.
     """
+    assert schedule in SCHEDULES
     if step < warmup_steps:
         return learning_rate * (step + 1) / warmup_steps
     if schedule == "constant":
@@ -31,12 +34,7 @@ def learning_rate_at(
     if schedule == "wsd":
         start = max(warmup_steps, round(max_steps * (1 - decay_fraction)))
     progress = min(1.0, max(0.0, (step - start) / max(1, max_steps - start)))
-    if schedule == "cosine":
-        remaining = 0.5 * (1 + math.cos(math.pi * progress))
-    elif schedule in ("linear", "wsd"):
-        remaining = 1 - progress
-    else:
-        raise ValueError(f"optim.schedule={schedule!r} is none of cosine, linear, constant, wsd")
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
     return min_lr + (learning_rate - min_lr) * remaining
 
 

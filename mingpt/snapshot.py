@@ -99,7 +99,8 @@ class Snapshots:
             if not same or self._found not in (None, self.all()):
                 raise ValueError(f"another start of this run was faster in {self.folder}: start again to go on")
             record_run(run, [self.folder, out_dir], facts)
-            self._clean(out_dir)
+            storage.remove_leftovers(self.folder)
+            storage.remove_leftovers(out_dir)
             self._locks = locks.pop_all()
 
     def save(self, data: Tensor, *, step: int, generation: int, facts: Mapping[str, object]) -> Manifest:
@@ -117,6 +118,7 @@ class Snapshots:
                 f"{self.folder} was taken over by a later start (run {record['run_id']}, generation "
                 f"{record['generation']}; this is {self.run_id}, {generation}): the training stops here"
             )
+        self.folder.mkdir(parents=True, exist_ok=True)  # someone may have removed it since
         path = self.folder / f"step-{step:09d}-g{generation}-{secrets.token_hex(4)}.json"
         weights_sha256, state_sha256 = sha256s(decode(data, str(path)).tensors)
         content = {
@@ -150,30 +152,28 @@ class Snapshots:
 
     def newest(self) -> tuple[Manifest, Image] | None:
         """The newest snapshot whose bytes verify, or None where there is none at all; see `newest_valid`."""
-        images = _listed(self.folder, ".safetensors")
-        if images and not _listed(self.folder, ".json"):
+        orphans = self._orphans()
+        if orphans:
             log.warning(
-                "%s HOLDS IMAGES BUT NO MANIFEST, so no snapshot: starting at step 0; %s and others like it are left "
-                "alone; if their manifests were lost, bring them back first, or start another run from this image by "
-                "--name=NEW --snapshot.init_from=IMAGE", self.folder, max(images).name,
+                "%d IMAGE(S) WITHOUT A MANIFEST NOT USED, the newest is %s: their saves were cut off, or the manifests "
+                "were lost; then stop and bring them back, or start another run from it by --name=NEW "
+                "--snapshot.init_from=IMAGE", len(orphans), max(orphans, key=_order),
             )  # fmt: skip
         self._found = self.all()
         return newest_valid(self._found, self.folder)
 
-    def _clean(self, out_dir: Path) -> None:
-        """Removes what a killed writer of this run left half-done."""
-        storage.remove_leftovers(self.folder)
-        storage.remove_leftovers(out_dir)
-        manifests = self.all()
-        for path in _listed(self.folder, ".safetensors") if manifests else ():
-            # An image older than every manifest may have lost its own: that is the user's to decide.
-            orphan = not path.with_suffix(".json").exists() and _order(path) > manifests[-1].order
-            if orphan and _is_image_of(path, self.run_id):
-                log.info("removing %s: its save was cut off before the manifest", path)
-                path.unlink(missing_ok=True)
+    def _orphans(self) -> list[Path]:
+        """Images of this run without a manifest."""
+        images = _listed(self.folder, ".safetensors")
+        return [path for path in images if not path.with_suffix(".json").exists() and _is_image_of(path, self.run_id)]
 
     def _prune(self, saved: Manifest) -> None:
         manifests = self.all()
+        for path in self._orphans():
+            # Of a save that was cut off. One older than every manifest may have lost its own, which is the user's.
+            if manifests[-1].order < _order(path) < saved.order:
+                log.info("removing %s, which has no manifest, now that a newer snapshot is there", path)
+                path.unlink(missing_ok=True)
         keep = [*manifests[: self._keep_last], saved]
         if self._keep_interval:
             keep += [m for m in manifests if m.facts["step"] % self._keep_interval == 0]
@@ -277,9 +277,18 @@ def open_run(out_dir: Path, folder: Path) -> Run:
 
     Writes nothing. Raises ValueError where the two belong to different runs, OSError where they cannot be read.
     """
-    records = [record for record in map(_read_record, (out_dir / "run.json", folder / "run.json")) if record]
+    records, damaged = [], []
+    for path in (out_dir / "run.json", folder / "run.json"):
+        try:
+            records += [record] if (record := _read_record(path)) else []
+        except ValueError as error:
+            damaged.append(error)
     manifests = read_manifests(folder)
     ids = {record["run_id"] for record in records} or {manifest.facts["run_id"] for manifest in manifests}
+    if damaged and not ids:
+        raise damaged[0]
+    for damage in damaged:
+        log.warning("going by what else tells of the run: %s", damage)
     if len(ids) > 1:
         raise ValueError(
             f"{out_dir} and {folder} hold different runs ({', '.join(sorted(ids))}): give another --name, out_dir or "
@@ -407,7 +416,7 @@ def find_image(uri: str) -> tuple[str, Image]:
         if found is None:
             raise FileNotFoundError(f"no snapshot is in {folder}: name a run's folder, a snapshot folder or a file")
         return str(found[0].image_path), found[1]
-    if path.suffix == ".json":
+    if path.suffix == ".json" and _NAME.fullmatch(path.stem):
         path = path.with_suffix(".safetensors")
     if not path.exists():
         raise FileNotFoundError(f"there is no snapshot {path}: name a run's folder, a snapshot folder or a file")

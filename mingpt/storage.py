@@ -124,8 +124,10 @@ def replace_file(path: Path, chunks: Iterable[Bytes]) -> None:
 
 
 @contextmanager
-def lock(path: Path, patience: float = math.inf) -> Iterator[None]:
+def lock(path: Path, patience: float = math.inf) -> Iterator[BinaryIO]:
     """Holds the lock file `path`, which the kernel gives back when its holder ends, however it ends.
+
+    A child that inherits the file holds it too.
 
     Raises BlockingIOError, whose text is who has it, where that takes more than `patience` seconds; a file system
     without locks is warned about.
@@ -147,7 +149,7 @@ def lock(path: Path, patience: float = math.inf) -> Iterator[None]:
         with suppress(OSError):  # a full disk: the name is a courtesy
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield
+        yield file
 
 
 def sync_folder(folder: Path) -> None:
@@ -172,4 +174,4 @@ def _filesystem(uri: str) -> tuple[Any, str]:
     try:
         return cast(tuple[Any, str], fsspec.url_to_fs(uri))
     except ImportError as error:
-        raise ValueError(f"cannot read {uri}: {error}") from error
+        raise ValueError(f"cannot read {uri}: {error}; install that, or copy the file to this machine") from error

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -26,12 +27,33 @@ from mingpt.distributed import Control, World
 from mingpt.elastic import StopSignals
 from mingpt.image import Image, encode, restore_rng, rng_tensors
 from mingpt.metrics import Metrics, duration
-from mingpt.optim import learning_rate_at, make_optimizer, optimizer_tensors
+from mingpt.optim import SCHEDULES, learning_rate_at, make_optimizer, optimizer_tensors
 from mingpt.reduction import ExactReduction, FastReduction
 from mingpt.snapshot import Manifest, Snapshots, model_tensors
 
 log = logging.getLogger(__name__)
 
+_SETTINGS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ("block_size", "max_steps", "global_batch_size", "micro_batch_size", "log_interval"),
+        (Integral, lambda value: value >= 1, "a whole number, at least 1"),
+    ),
+    **dict.fromkeys(
+        ("seed", "warmup_steps", "eval_interval", "eval_sequences", "sample_interval", "save_interval"),
+        (Integral, lambda value: value >= 0, "a whole number, at least 0"),
+    ),
+    **dict.fromkeys(
+        ("learning_rate", "min_lr", "weight_decay", "grad_clip", "save_interval_seconds"),
+        (Real, lambda value: 0 <= value < math.inf, "a number, at least 0"),
+    ),
+    **dict.fromkeys(("beta1", "beta2"), (Real, lambda value: 0 <= value < 1, "a number from 0 to below 1")),
+    "decay_fraction": (Real, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    "schedule": (str, SCHEDULES.__contains__, f"one of {', '.join(SCHEDULES)}"),
+    "reduction": (str, ("fast", "exact").__contains__, "one of fast, exact"),
+    "dtype": (
+        torch.dtype, (torch.float32, torch.bfloat16, torch.float16).__contains__, "torch.float32, bfloat16 or float16",
+    ),
+}  # fmt: skip
 RETRY_SECONDS = 10.0  # from a failed save to the next try
 
 
@@ -83,6 +105,10 @@ class Trainer:
         sample: Callable[[], str] | None = None,
         description: Mapping[str, object] | None = None,
     ) -> None:
+        given = dict(locals())
+        for name, (kind, fits, expected) in _SETTINGS.items():
+            if not isinstance(given[name], kind) or not fits(given[name]):
+                raise ValueError(f"{name}={given[name]!r}: expected {expected}")
         check_tokens(train_tokens, "train_tokens")
         if global_batch_size % micro_batch_size:
             raise ValueError(f"train.micro_batch_size={micro_batch_size} does not divide {global_batch_size=}")
@@ -269,8 +295,6 @@ class Trainer:
     def _make_reduction(self, reduction: str) -> FastReduction | ExactReduction:
         if reduction == "exact":
             return ExactReduction(self.model, self.world, self.grid.cells)
-        if reduction != "fast":
-            raise ValueError(f"train.reduction={reduction!r} is none of fast, exact")
         idle = not self.share
         if idle:
             self.share = range(1)  # DDP needs a backward of every rank; its gradient counts as zero
@@ -334,7 +358,7 @@ class Trainer:
         if self.evaluated_step == self.step:
             return False
         self.val_loss, self.evaluated_step = self.evaluate(), self.step
-        improved = math.isfinite(self.val_loss) and self.val_loss < (self.best_val_loss or math.inf)
+        improved = math.isfinite(self.val_loss) and (self.best_val_loss is None or self.val_loss < self.best_val_loss)
         if improved:
             self.best_val_loss = self.val_loss
         log.info("step %d  val loss %.4f%s", self.step, self.val_loss, "  (best so far)" if improved else "")

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import stat
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -828,6 +829,20 @@ def test_who_comes_second_says_that_it_waits(tmp_path: Path, caplog: pytest.LogC
         assert waiting.is_set()
     holder.join()
     data.log.removeHandler(handler)
+
+
+def test_a_killed_prepare_is_run_again(tmp_path: Path) -> None:
+    (tmp_path / "prepare.py").write_text(
+        "from pathlib import Path\nimport os, sys, signal\nhere = Path(__file__).parent\n"
+        "(here / 'input.txt').write_text('half')\n"
+        "if not (here / 'again').exists(): os.kill(os.getppid(), signal.SIGKILL); sys.exit()\n"
+        "(here / 'input.txt').write_text('whole text')\n"
+    )
+    start = [sys.executable, "-c", f"from mingpt.data import open_corpus; open_corpus({str(tmp_path)!r}, 'char')"]
+    assert subprocess.run(start, check=False).returncode == -signal.SIGKILL
+    (tmp_path / "again").touch()
+    corpus = open_corpus(str(tmp_path), "char")
+    assert corpus.tokenizer.decode(corpus.tokens) == "whole text"
 
 
 def test_a_folder_whose_prepare_fails_says_why(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,9 @@ def test_nothing_is_deleted_before_the_newer_one_is_valid(tmp_path: Path, monkey
     assert kept(tmp_path) == [1]
 
 
-def test_cleaning_removes_what_a_killed_save_left_and_nothing_else(tmp_path: Path) -> None:
+def test_what_a_killed_save_left_goes_when_there_is_a_newer_snapshot_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(tmp_path, 1)
     orphan = tmp_path / "step-000000002-g1-00000000.safetensors"
     orphan.write_bytes(image(2).numpy().tobytes())
@@ -187,22 +190,26 @@ def test_cleaning_removes_what_a_killed_save_left_and_nothing_else(tmp_path: Pat
     older = tmp_path / "step-000000005-g0-00000000.safetensors"
     older.write_bytes(image(5).numpy().tobytes())
     ours = Snapshots(tmp_path, "us")
+    assert ours.newest() is not None
+    assert f"2 IMAGE(S) WITHOUT A MANIFEST NOT USED, the newest is {orphan}" in caplog.text
     ours.claim(Run("us", 2), out, {})
+    assert orphan.exists(), "its manifest may have been lost"
+    ours.save(image(2), step=2, generation=2, facts={})
     assert older.exists(), "it may have lost its manifest"
     assert not orphan.exists()
     assert not any(leftover.exists() for leftover in leftovers)
     assert (tmp_path / ".mail.tmp").exists()
     assert foreign.exists()
-    assert kept(tmp_path) == [1]
+    assert kept(tmp_path) == [1, 2]
 
 
 def test_images_without_any_manifest_are_told_of_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1, 2)
     for manifest in read_manifests(tmp_path):
         manifest.path.unlink()
-    again = Snapshots(tmp_path, "us")
-    assert again.newest() is None
-    assert "HOLDS IMAGES BUT NO MANIFEST" in caplog.text
+    record_run(Run("us", 1), [tmp_path], {})
+    assert Snapshots(tmp_path, "us").newest() is None
+    assert "2 IMAGE(S) WITHOUT A MANIFEST NOT USED" in caplog.text
     run = open_run(tmp_path, tmp_path)
     again = Snapshots(tmp_path, run.run_id)
     again.claim(run, tmp_path, {})
@@ -296,6 +303,9 @@ def test_a_run_keeps_its_name_and_counts_its_generations(tmp_path: Path) -> None
     record_run(first, [folder], {})
     with pytest.raises(ValueError, match="different runs"):
         open_run(out, folder)
+    (out / "run.json").write_text("{")
+    assert open_run(out, folder) == Run(first.run_id, 8), "the other one tells"
+    shutil.rmtree(folder)
     for odd in ("5", '{"run_id": 5, "generation": 1}', '{"run_id": "x", "generation": "1"}', '{"run_id": "x"}'):
         (out / "run.json").write_text(odd)
         with pytest.raises(ValueError, match=r"run\.json names no run"):

@@ -363,6 +363,28 @@ def test_a_users_own_model_trains_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"grad_clip": -1}, "grad_clip=-1: expected a number, at least 0"),
+        ({"schedule": "foo"}, "schedule='foo': expected one of cosine, linear"),
+        ({"global_batch_size": 0}, "global_batch_size=0: expected a whole number, at least 1"),
+        ({"micro_batch_size": 3}, "does not divide"),
+        ({"max_steps": 2.5}, "max_steps=2.5: expected a whole number"),
+        ({"block_size": "8"}, "block_size='8': expected"),
+        ({"beta2": 1.0}, "beta2=1.0: expected"),
+        ({"learning_rate": math.nan}, "learning_rate=nan: expected"),
+        ({"weight_decay": None}, "weight_decay=None: expected"),
+        ({"dtype": torch.float64}, "dtype=torch.float64: expected"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16': expected"),
+        ({"reduction": "slow"}, "reduction='slow': expected"),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(**setting)
+
+
+@pytest.mark.parametrize(
     ("tokens", "message"),
     [
         (TOKENS.tolist(), "train_tokens is a list; give a 1-D numpy array of whole numbers"),
@@ -426,6 +448,8 @@ def test_rows_survive_a_torn_line(tmp_path: Path) -> None:
     with open(path, "ab") as file:
         file.write(b'{"step": 2, "tra')
     metrics.row(2, {"train/loss": math.nan})
+    with open(path, "ab") as file:
+        file.write(b'{"step": null, "train/loss": 1.0}\n[]\n')
     assert [(row["step"], row["train/loss"]) for row in read_metrics(path)] == [(1, 1.0), (2, "nan")]
 
 
