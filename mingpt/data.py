@@ -582,6 +582,8 @@ def end_of_document(tokenizer: Tokenizer) -> Ids:
 def _made_by_folder(folder: Path) -> Path:
     """The index of a prepared folder, else its `input.txt`; its `prepare.py` makes one of them if there is none."""
     index, text, script = folder / INDEX, folder / "input.txt", folder / "prepare.py"
+    if index.exists():  # written last
+        return index
     cache = _cache_folder(str(text), script.name)
     unfinished = cache / "unfinished"  # a script that was killed may have left half a text
 
@@ -641,6 +643,7 @@ def _private_folder(name: str) -> Path:
 
 @contextmanager
 def only_process(folder: Path, work: str) -> Iterator[BinaryIO]:
+    """Holds the folder's lock, which the kernel gives back when its holder ends, however it ends."""
     with ExitStack() as held:
         try:
             lock = held.enter_context(storage.lock(folder / "lock", patience=0))

@@ -31,7 +31,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -248,8 +248,11 @@ def plan_pieces(files: Sequence[str]) -> Iterator[Piece]:
         size = storage.size(uri)
         whole = Piece(0, place, uri, 0, None, True, size)
         cuts = [0]
+        if whole.packing and whole.format in ("rows", "ids"):
+            raise ValueError(f"{uri}: a packed {Path(uri).suffixes[-2]} is not read; unpack it first")
         if whole.format == "rows":
-            cuts = _row_group_cuts(uri)
+            with suppress(ValueError):  # it is told where it is read
+                cuts = _row_group_cuts(uri)
         elif not whole.packing and not storage.is_remote(uri) and whole.format in ("lines", "text"):
             pattern = _LINE_END if whole.format == "lines" else _WORD_END
             with open(storage.local_path(uri), "rb") as file:
@@ -281,7 +284,7 @@ def _cut_after(file: BinaryIO, at: int, pattern: re.Pattern[bytes], size: int) -
 def _row_group_cuts(uri: str) -> list[int]:
     """Row groups where a piece starts, and their number."""
     with storage.open_read(uri) as raw:
-        metadata = _parquet(uri, raw).metadata
+        metadata = _parquet(raw).metadata
         cuts, filled = [0], 0
         for group in range(metadata.num_row_groups):
             if filled >= PIECE:
@@ -392,14 +395,28 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytearray]:
 
 def _read_rows(piece: Piece, settings: Settings, reject: Reject) -> Iterator[tuple[str, Any]]:
     with storage.open_read(piece.uri) as raw:
-        file = _parquet(piece.uri, raw)
+        try:
+            file = _parquet(raw)
+        except ValueError as error:
+            reject(f"not parquet, or damaged ({error})", piece.size)
+            return
         if settings.text_field not in file.schema_arrow.names:
             has = ", ".join(map(repr, file.schema_arrow.names))
             reject(f"it has no column {settings.text_field!r} but {has}; name it with --text-field", 0)
             return
         groups = list(range(piece.start, piece.stop or 0))
         row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-        for batch in file.iter_batches(64, groups, [settings.text_field]):
+        batches = iter(file.iter_batches(64, groups, [settings.text_field]))
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (ValueError, OSError) as error:
+                if storage.is_remote(piece.uri):  # the way to it may be what fails
+                    raise OSError(f"{piece.uri}: cannot be read from row {row} on: {error}") from error
+                reject(f"damaged from row {row} on ({error})", 0)
+                return
             for value in batch.column(0):
                 yield f"row {row}", value.as_py()
                 row += 1
@@ -444,7 +461,7 @@ def _bytes(piece: Piece, reject: Reject) -> Iterator[bytes]:
             return
         unpacked, errors = _unzstd(raw) if piece.packing == ".zst" else _gunzip(raw)
         try:
-            for chunk in unpacked:
+            for chunk in filter(None, unpacked):
                 yield chunk
                 position += len(chunk)
         except errors as error:
@@ -460,7 +477,7 @@ def _unzstd(raw: BinaryIO) -> tuple[Iterator[bytes], tuple[type[Exception], ...]
     try:
         import zstandard
     except ImportError as error:
-        raise ValueError("a .zst needs the package zstandard: pip install zstandard") from error
+        raise OSError("a .zst needs the package zstandard: pip install zstandard") from error
 
     def chunks() -> Iterator[bytes]:
         frame = zstandard.ZstdDecompressor().decompressobj()
@@ -476,15 +493,13 @@ def _unzstd(raw: BinaryIO) -> tuple[Iterator[bytes], tuple[type[Exception], ...]
     return chunks(), (EOFError, zstandard.ZstdError)
 
 
-def _parquet(uri: str, raw: BinaryIO) -> Any:
+def _parquet(raw: BinaryIO) -> Any:
+    """Raises ValueError for what is not parquet."""
     try:
         import pyarrow.parquet  # type: ignore[import-untyped]
     except ImportError as error:
-        raise ValueError(f"{uri} needs the package pyarrow: pip install pyarrow") from error
-    try:
-        return pyarrow.parquet.ParquetFile(raw)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{uri} is not parquet, or damaged: {error}") from error
+        raise OSError("a .parquet needs the package pyarrow: pip install pyarrow") from error
+    return pyarrow.parquet.ParquetFile(raw, buffer_size=1 << 20)  # else a whole column of a row group is in memory
 
 
 def _stop_or_skip(piece: Piece, settings: Settings) -> Reject:

@@ -90,6 +90,30 @@ def test_a_folder_of_every_kind_of_file(tmp_path: Path, make: MAKE) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["index.json", "train-00000.tokens"]
 
 
+def test_frames_may_cut_characters_and_be_empty(tmp_path: Path, make: MAKE) -> None:
+    frames = b"".join(map(zstandard.compress, (b"a\xe6", b"", b"\x97", b"\xa5\r", b"\n")))
+    (tmp_path / "a.txt.zst").write_bytes(frames)
+    assert documents(make(tmp_path / "a.txt.zst")) == ["a日\n"]
+
+
+def test_damaged_parquet_is_left_out_on_request(tmp_path: Path, make: MAKE, capsys: pytest.CaptureFixture[str]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": [f"row {i}" for i in range(500)]}), tmp_path / "a.parquet")
+    raw = bytearray((tmp_path / "a.parquet").read_bytes())
+    raw[4:40] = b"\xff" * 36  # the first page
+    (tmp_path / "a.parquet").write_bytes(raw)
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    (tmp_path / "c.txt").write_bytes(b"text")
+    make(tmp_path / "a.parquet", expect=2)
+    assert "a.parquet: damaged from row 0 on" in capsys.readouterr().err
+    assert documents(make(*(tmp_path / name for name in ("a.parquet", "b.parquet", "c.txt")), "--on-error=skip")) == [
+        "text"
+    ]
+    assert "2 rejected" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("source", ["memory://in/a.txt", "memory://in", "memory://in/*.txt", "{here}/*.txt"])
 def test_files_folders_and_patterns_here_and_at_a_uri(tmp_path: Path, make: MAKE, source: str) -> None:
     fsspec.filesystem("memory").pipe("/in/a.txt", b"a text")
@@ -198,7 +222,8 @@ def test_shards_and_both_ways_to_choose_validation(tmp_path: Path, make: MAKE) -
         ("a.txt.gz", b"no gzip", "a.txt.gz: damaged after byte 0 ", None),
         ("a.txt.zst", zstandard.compress(b"packed text" * 9)[:-3], "a.txt.zst: damaged after byte", None),
         ("a.txt.zst", b"no zstd at all", "a.txt.zst: damaged after byte 0 ", None),
-        ("a.parquet", b"no parquet", "a.parquet is not parquet, or damaged", None),
+        ("a.bin.gz", gzip.compress(b"ab"), "a.bin.gz: a packed .bin is not read; unpack it first", None),
+        ("a.parquet", b"no parquet", "a.parquet: not parquet, or damaged", None),
     ],
 )
 @pytest.mark.parametrize("tokenizer", ["char", "bpe"])

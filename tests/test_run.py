@@ -186,6 +186,13 @@ def refused(runs: Runs, *overrides: str, code: int = 2) -> str:
     return line
 
 
+def test_byte_pairs_train_sample_and_refuse_another_tokenizer(runs: Runs) -> None:
+    said = runs("--data.tokenizer=bpe", "--data.vocab_size=280", "--train.max_steps=10")
+    assert "vocabulary 280" in said and "--- sample at step 10 ---" in said
+    line = refused(runs, "--train.max_steps=20")
+    assert "another tokenizer (bpe, 280 tokens)" in line and "--name=NEW" in line
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
