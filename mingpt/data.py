@@ -494,14 +494,27 @@ def make_tokenizer(kind: str, vocab_size: int, texts: Iterable[str]) -> Tokenize
         case "gpt2":
             return BPETokenizer.gpt2()
         case "bpe":
-            learned = BPETokenizer.train(itertools.islice(cut(texts), LEARNED), vocab_size)
+            learned = BPETokenizer.train(_to_learn_from(texts), vocab_size)
             if learned.vocab_size < vocab_size:
                 log.warning("of %d tokens the text gives %d, it has no more pairs", vocab_size, learned.vocab_size)
             return learned
     raise ValueError(f"data.tokenizer={kind!r} is not known; expected char, gpt2 or bpe")
 
 
-LEARNED = 64  # pieces of a million characters from which byte pairs are learned; more cost memory and change little
+LEARNED = 64  # pieces of a million characters from which byte pairs are learned; more change little
+_DISTINCT = 6_000_000  # bytes of distinct words after which no more are taken: each costs some 40 bytes of memory
+
+
+def _to_learn_from(texts: Iterable[str]) -> Iterator[str]:
+    words: set[str] = set()
+    size = 0
+    for text in itertools.islice(cut(texts), LEARNED):
+        if size > _DISTINCT:  # natural English stays far below; a script without spaces gets here
+            return
+        new = {*text.split()} - words
+        words |= new
+        size += sum(len(word.encode()) for word in new)
+        yield text
 
 
 def open_corpus(path: str, tokenizer: str, vocab_size: int = 4096, cache_gb: float = 100.0) -> TokenFile:

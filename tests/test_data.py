@@ -471,6 +471,14 @@ def test_a_text_in_byte_pairs_is_one_document(tmp_path: Path, kind: str, vocab_s
     assert (file.tokens == file.tokenizer.end_of_text).sum() == 1  # the one in the text is text
 
 
+def test_learning_stops_where_distinct_words_would_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_DISTINCT", 1000)
+    again = ["the same words again and again " * 40000] * 3
+    assert "".join(data._to_learn_from(again)) == "".join(again)
+    other = " ".join(map(str, range(400_000)))
+    assert "".join(data._to_learn_from([other])) == next(data.cut([other]))
+
+
 def test_each_tokenizer_has_its_own_prepared_file(tmp_path: Path, preparations: list[str]) -> None:
     (tmp_path / "x.txt").write_text("text and more text " * 50, encoding="utf-8")
     asked = [("char", 4096), ("bpe", 260), ("bpe", 265)]
