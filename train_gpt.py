@@ -26,13 +26,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import mingpt
 from mingpt import metrics, snapshot, storage
 from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
-from mingpt.data import Grid, TokenFile, Validation, mix, open_corpus, share
+from mingpt.corpus import open_corpus
+from mingpt.data import Validation
 from mingpt.distributed import World
 from mingpt.elastic import STOP_EXIT_CODE, StopSignals
+from mingpt.grid import Grid, mix, share
 from mingpt.image import Image
 from mingpt.model import GPT, GPTConfig, check_causal
 from mingpt.snapshot import Manifest, Run, Snapshots
 from mingpt.tokenizer import CharTokenizer, tokenizer_from_dict
+from mingpt.tokens import TokenFile
 from mingpt.trainer import Trainer
 
 log = logging.getLogger("mingpt.train_gpt")

@@ -38,9 +38,11 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from mingpt import data, storage
-from mingpt.data import Ids, Index, Reject, Shard, cut, decode, mix, split_point
+from mingpt import corpus, storage, tokens
+from mingpt.corpus import Reject, cut, decode
+from mingpt.grid import mix, split_point
 from mingpt.tokenizer import CharTokenizer, Tokenizer, symbols, tokenizer_from_dict
+from mingpt.tokens import Ids, Index, Shard
 
 T = TypeVar("T")
 
@@ -118,16 +120,16 @@ def prepare(sources: Sequence[str], out: Path, settings: Settings, workers: int)
     plan = json.dumps([asdict(settings), PIECE, [[file, storage.identity(file)] for file in files]])
     work = out / ".work"
     work.mkdir(parents=True, exist_ok=True)
-    with data.only_process(work, str(out)):
-        if not (out / data.INDEX).exists():
+    with corpus.only_process(work, str(out)):
+        if not (out / tokens.INDEX).exists():
             if not (work / "plan.json").exists() or (work / "plan.json").read_text(encoding="utf-8") != plan:
                 for leftover in set(work.iterdir()) - {work / "lock"}:
                     leftover.unlink()
                 storage.replace_file(work / "plan.json", [plan.encode()])
             _make(files, plan, out, settings, workers)
-        index = data.read_index((out / data.INDEX).read_bytes(), str(out / data.INDEX))
+        index = tokens.read_index((out / tokens.INDEX).read_bytes(), str(out / tokens.INDEX))
         shutil.rmtree(work)
-    if index.facts["plan"] != data.sha256(plan):
+    if index.facts["plan"] != tokens.sha256(plan):
         raise ValueError(f"--out={out} holds another corpus, or this one as it was before; delete it, or give another")
     return index
 
@@ -154,7 +156,7 @@ def _make(files: Sequence[str], plan: str, out: Path, settings: Settings, worker
         total.add(Done(**json.loads(_record(work, piece).read_bytes())))
     for problem in total.problems:
         tell(f"left out: {problem}")
-    facts = {"plan": data.sha256(plan), "bytes": sum(piece.size for piece in pieces)}
+    facts = {"plan": tokens.sha256(plan), "bytes": sum(piece.size for piece in pieces)}
     _join(pieces, out, settings, total, facts)
 
 
@@ -162,7 +164,7 @@ def _learn(pool: ProcessPoolExecutor, pieces: Sequence[Piece], settings: Setting
     """The tokenizer: of all characters, or of the same share of every piece."""
     if settings.tokenizer != "gpt2" and any(piece.format == "ids" for piece in pieces):
         raise ValueError(f"--tokenizer={settings.tokenizer} cannot be learned from ids in a .bin; give gpt2")
-    share = (data.LEARNED << 20) // len(pieces)
+    share = (corpus.LEARNED << 20) // len(pieces)
 
     def texts() -> Iterator[str]:
         for piece in pieces:
@@ -178,7 +180,7 @@ def _learn(pool: ProcessPoolExecutor, pieces: Sequence[Piece], settings: Setting
         if not found:
             raise ValueError("the sources have no text")
         return CharTokenizer(found)
-    return data.make_tokenizer(settings.tokenizer, settings.vocab_size, texts())
+    return corpus.make_tokenizer(settings.tokenizer, settings.vocab_size, texts())
 
 
 def _join(pieces: Sequence[Piece], out: Path, settings: Settings, total: Done, facts: dict[str, Any]) -> None:
@@ -199,7 +201,7 @@ def _join(pieces: Sequence[Piece], out: Path, settings: Settings, total: Done, f
         raise ValueError("the sources have no text for training; give more, or a smaller --val-fraction")
     facts |= {"documents": total.documents, "rejected": total.rejected, "tokenizer": tokenizer.kind}
     index = Index(train, val, facts | {"vocab_size": tokenizer.vocab_size})
-    storage.replace_file(out / data.INDEX, [index.to_json()])
+    storage.replace_file(out / tokens.INDEX, [index.to_json()])
     for old in {*out.glob("*.tokens")} - {out / shard.name for shard in train + val}:
         old.unlink()
 
@@ -209,7 +211,7 @@ def _write(out: Path, split: str, stream: "_Stream", count: int, most: int, toke
     shards: list[Shard] = []
     for first in range(0, count, most):
         path, n = out / f"{split}-{len(shards):05d}.tokens", min(most, count - first)
-        data.write_tokens(path, stream.take(n), tokenizer)
+        tokens.write_tokens(path, stream.take(n), tokenizer)
         with open(path, "rb") as file:
             shards.append(Shard(path.name, n, path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()))
     return tuple(shards)
@@ -306,7 +308,7 @@ def encode(piece: Piece, settings: Settings, work: Path) -> Done:
         done.problems = [*done.problems, f"{piece.uri}: {problem}"][:_NAMED]
 
     tokenizer = _tokenizer(work / "tokenizer.json")
-    end = data.end_of_document(tokenizer)
+    end = corpus.end_of_document(tokenizer)
     if piece.format == "ids":
         documents = _read_ids(piece, settings, tokenizer, reject)
     else:

@@ -22,14 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from mingpt import distributed
-from mingpt.data import Batches, Grid, Tokens, Validation, mix, share
+from mingpt.data import Batches, Validation
 from mingpt.distributed import Control, World
 from mingpt.elastic import StopSignals
+from mingpt.grid import Grid, mix, share
 from mingpt.image import Image, encode, restore_rng, rng_tensors
 from mingpt.metrics import Metrics, duration
 from mingpt.optim import SCHEDULES, learning_rate_at, make_optimizer, optimizer_tensors
 from mingpt.reduction import ExactReduction, FastReduction
 from mingpt.snapshot import Manifest, Snapshots, model_tensors
+from mingpt.tokens import Tokens
 
 log = logging.getLogger(__name__)
 

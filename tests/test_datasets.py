@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from mingpt.data import open_corpus
+from mingpt.corpus import open_corpus
 
 
 class Ranges(SimpleHTTPRequestHandler):

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mingpt import storage
-from mingpt.data import Validation, split_point
+from mingpt.data import Validation
+from mingpt.grid import split_point
 from mingpt.image import encode
 from mingpt.interop import main
 from mingpt.model import GPT, PRESETS, GPTConfig

@@ -15,10 +15,10 @@ import pytest
 import zstandard
 from conftest import ROOT, text
 
-from mingpt import data, prepare
+from mingpt import corpus, prepare, tokens
 from mingpt.tokenizer import BPETokenizer
 
-MAKE = Callable[..., data.TokenFile]
+MAKE = Callable[..., tokens.TokenFile]
 
 
 class Inline(Executor):
@@ -45,16 +45,16 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(tmp_path: Path) -> MAKE:
     """Prepares sources into tmp_path/out and opens what came of it."""
 
-    def make(*sources: object, tokenizer: str = "bpe", expect: int = 0) -> data.TokenFile:
+    def make(*sources: object, tokenizer: str = "bpe", expect: int = 0) -> tokens.TokenFile:
         vocabulary = [] if tokenizer != "bpe" or any("--vocab" in str(it) for it in sources) else ["--vocab-size=270"]
         code = prepare.main([*map(str, sources), f"--out={tmp_path / 'out'}", f"--tokenizer={tokenizer}", *vocabulary])
         assert code == expect
-        return data.open_corpus(str(tmp_path / "out"), "char") if not expect else None  # type: ignore[return-value]
+        return corpus.open_corpus(str(tmp_path / "out"), "char") if not expect else None  # type: ignore[return-value]
 
     return make
 
 
-def documents(corpus: data.TokenFile) -> list[str]:
+def documents(corpus: tokens.TokenFile) -> list[str]:
     """What stands between the ends of documents, in the whole stream."""
     ids = corpus.tokens[np.arange(len(corpus.tokens))]
     ends = np.flatnonzero(ids == corpus.tokenizer.end_of_text)
@@ -197,8 +197,8 @@ def test_shards_and_both_ways_to_choose_validation(tmp_path: Path, make: MAKE) -
     (tmp_path / "out" / "index.json").unlink()
     by_document = make(tmp_path / "a.jsonl", "--val-fraction=0.25", "--val-by=document")
     at = by_document.split(0)
-    train = documents(data.TokenFile(by_document.tokens[:at], by_document.tokenizer, "", tmp_path))
-    val = documents(data.TokenFile(by_document.tokens[at:], by_document.tokenizer, "", tmp_path))
+    train = documents(tokens.TokenFile(by_document.tokens[:at], by_document.tokenizer, "", tmp_path))
+    val = documents(tokens.TokenFile(by_document.tokens[at:], by_document.tokenizer, "", tmp_path))
     assert sorted(train + val) == sorted(texts) and 10 < len(val) < 45
     assert train == sorted(train, key=texts.index) and val == sorted(val, key=texts.index)
 

@@ -16,8 +16,8 @@ import torch
 from conftest import ROOT, Runs, free_port, read_until_step, text
 
 import train_gpt
-from mingpt.data import Grid
 from mingpt.distributed import World
+from mingpt.grid import Grid
 from mingpt.model import GPTConfig
 
 
