@@ -118,6 +118,7 @@ def train(argv: Sequence[str]) -> int:
                 log_interval=config.log.interval,
                 save_interval=config.snapshot.save_interval,
                 save_interval_seconds=config.snapshot.save_interval_seconds,
+                on_error=config.snapshot.on_error,
                 world=world,
                 generation=run.generation,
                 snapshots=snapshots,

@@ -121,6 +121,7 @@ class SnapshotSection:
     keep_last: Size = 2  # newest snapshots kept, older ones are deleted
     keep_interval: Count = 0  # snapshots at multiples of so many optimizer steps are never deleted; 0 = none
     resume: Literal["auto", "must"] = "auto"  # auto = go on if there is a snapshot; must = and accept changed settings
+    on_error: Literal["warn", "stop"] = "warn"  # where a save fails: warn = train on, try again; stop = end the run
     init_from: Text | None = None  # snapshot or run folder with the first weights of a new run; null = random weights
 
 

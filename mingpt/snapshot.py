@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mingpt import storage
-from mingpt.image import Image, decode, sha256s
+from mingpt.image import Image, decode, encode, sha256s
 from mingpt.model import GPT, GPTConfig
 from mingpt.tokenizer import Tokenizer, tokenizer_from_dict
 
@@ -186,6 +187,55 @@ class Snapshots:
                 # The manifest first: an image without one is no snapshot.
                 manifest.path.unlink(missing_ok=True)
                 manifest.image_path.unlink(missing_ok=True)
+
+
+class Saver:
+    """Saves beside the training: the caller pays one copy of the state into a buffer of ours, a thread does the rest.
+
+    At most one save is on its way; `collect` brings what became of it.
+    """
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
+        self._thread = ThreadPoolExecutor(1, "snapshots")
+        self._buffer: Tensor | None = None
+        self._saving: Future[Manifest] | None = None
+
+    def reserve(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, object]) -> None:
+        """Takes the memory that saving such a state needs, or the first save would wait until the kernel cleared it."""
+        self._buffer = encode(tensors, metadata, self._buffer)
+
+    def start(
+        self,
+        tensors: Mapping[str, Tensor],
+        metadata: Mapping[str, object],
+        *,
+        step: int,
+        generation: int,
+        facts: Mapping[str, object],
+    ) -> None:
+        """Copies the state and begins to save it. Only when not `busy`."""
+        assert not self.busy, "one save at a time: its bytes are in the buffer"
+        self._buffer = encode(tensors, metadata, self._buffer)
+        self._saving = self._thread.submit(
+            self._snapshots.save, self._buffer, step=step, generation=generation, facts=facts
+        )
+
+    @property
+    def busy(self) -> bool:
+        return self._saving is not None
+
+    def collect(self, wait: bool = False) -> Manifest | None:
+        """The snapshot that is on its way once it is durable, else None. Raises what `Snapshots.save` raised."""
+        saving = self._saving
+        if saving is None or not (wait or saving.done()):
+            return None
+        self._saving = None
+        return saving.result()
+
+    def close(self) -> None:
+        """Waits for the save that is on its way."""
+        self._thread.shutdown()
 
 
 def read_manifests(folder: Path) -> list[Manifest]:

@@ -26,11 +26,11 @@ from mingpt.data import Batches, Validation
 from mingpt.distributed import Control, World
 from mingpt.elastic import StopSignals
 from mingpt.grid import Grid, mix, share
-from mingpt.image import Image, encode, restore_rng, rng_tensors
+from mingpt.image import Image, restore_rng, rng_tensors
 from mingpt.metrics import Metrics, duration
 from mingpt.optim import SCHEDULES, learning_rate_at, make_optimizer, optimizer_tensors
 from mingpt.reduction import ExactReduction, FastReduction
-from mingpt.snapshot import Manifest, Snapshots, model_tensors
+from mingpt.snapshot import Manifest, Saver, Snapshots, model_tensors
 from mingpt.tokens import Tokens
 
 log = logging.getLogger(__name__)
@@ -51,12 +51,13 @@ _SETTINGS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     **dict.fromkeys(("beta1", "beta2"), (Real, lambda value: 0 <= value < 1, "a number from 0 to below 1")),
     "decay_fraction": (Real, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
     "schedule": (str, SCHEDULES.__contains__, f"one of {', '.join(SCHEDULES)}"),
+    "on_error": (str, ("warn", "stop").__contains__, "one of warn, stop"),
     "reduction": (str, ("fast", "exact").__contains__, "one of fast, exact"),
     "dtype": (
         torch.dtype, (torch.float32, torch.bfloat16, torch.float16).__contains__, "torch.float32, bfloat16 or float16",
     ),
 }  # fmt: skip
-RETRY_SECONDS = 10.0  # from a failed save to the next try
+RETRY_SECONDS = 10.0  # from a save that failed to the next try
 
 
 class Trainer:
@@ -100,6 +101,7 @@ class Trainer:
         log_interval: int = 10,
         save_interval: int = 250,
         save_interval_seconds: float = 0.0,
+        on_error: str = "warn",
         world: World | None = None,
         generation: int = 1,
         snapshots: Snapshots | None = None,
@@ -135,7 +137,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=dtype == torch.float16)
         self.reduction = self._make_reduction(reduction)
         self.metrics = metrics if metrics and self.world.is_main else Metrics()
-        self.snapshots = snapshots if self.world.is_main else None
+        self.saver = Saver(snapshots) if snapshots and self.world.is_main else None
         self.max_steps = max_steps
 
         self._seed = seed
@@ -155,6 +157,7 @@ class Trainer:
         self._log_interval = log_interval
         self._save_interval = save_interval
         self._save_interval_seconds = save_interval_seconds
+        self._on_error = on_error
         self._generation = generation
         self._sample = sample
         self._description = dict(description or {})
@@ -170,7 +173,7 @@ class Trainer:
         self.last_manifest: Manifest | None = None
         self.stopped = False
 
-        self._control = Control(self.world, ["stop", "save", "broken"])
+        self._control = Control(self.world, ["stop", "broken"])
         self._loss: Tensor | None = None
         self._grad_norm = torch.zeros((), device=self.world.device)
         # Non-finite gradients in a row, and the update at which there were too many, which the host gets to know of
@@ -179,8 +182,9 @@ class Trainer:
         self._bad_allowed = 20 if self.scaler.is_enabled() else 0
         self._broken = torch.full((), -1, device=self.world.device)
         self._broken_seen = torch.full((), -1, pin_memory=self.world.device.type == "cuda")
-        self._buffer: Tensor | None = None  # the last image's bytes, used again for the next
-        self._saved_at, self._save_failed = time.monotonic(), False  # when it was tried last, and how that ended
+        self._saved_at, self._saved_step = time.monotonic(), 0  # the last try
+        self._owed_from = math.inf  # when a save is to be made up for: one failed, or was due while one was on its way
+        self._stalled = 0.0  # seconds that saving kept the training since the last row
         self._restored = False
         self._restored_compiled: bool | None = None
         self._first_step = 0
@@ -198,15 +202,15 @@ class Trainer:
             self.restore(None)  # every rank has rank 0's weights, whatever each of them was given
         if self._compile:
             self._warm_up()
+        if self.saver:
+            self.saver.reserve(self._tensors(), self._metadata())
         distributed.seed_all(mix(self._seed, self.step))
         self._first_step = self.step
         self._watch = _Stopwatch(self.step)
         try:
             with nullcontext(signals) if signals else StopSignals() as signals:
                 while self._due_before_step():
-                    self._control.start(
-                        stop=signals.wanted, save=self._is_save_overdue(), broken=int(self._broken_seen) >= 0
-                    )
+                    self._control.start(stop=signals.wanted, broken=int(self._broken_seen) >= 0)
                     self._update()
         finally:
             self.close()
@@ -238,9 +242,10 @@ class Trainer:
         """Does what is due at `step`; False when the training ends here. In this order a kill anywhere is harmless."""
         flags = self._control.read()
         end = self.step >= self.max_steps
-        if flags["broken"] or (end and int(self._broken) >= 0):  # the last update's own flag would come too late
-            self._report_broken()
         self.stopped = flags["stop"] > 0 and not end
+        # The flag of the last update would come too late.
+        if flags["broken"] or ((end or self.stopped) and int(self._broken) >= 0):
+            self._report_broken()
         row: dict[str, float] = {}
         if self.step > self._first_step and self._is_log_due(self.step):
             row = self._log()
@@ -252,8 +257,10 @@ class Trainer:
                 self.metrics.row(self.step, row)
             if self._sample and (end or self._is_due(self._sample_interval, self.step)) and not self.stopped:
                 self._show_sample()
-            if end or self.stopped or improved or flags["save"] or self._is_due(self._save_interval, self.step):
-                self._save(last=end or self.stopped)
+            if self.saver:
+                self._collect()
+                if end or self.stopped or improved or self._is_save_due():
+                    self._save(self.saver, last=end or self.stopped)
         return not (end or self.stopped)
 
     @staticmethod
@@ -266,10 +273,11 @@ class Trainer:
     def _is_eval_due(self) -> bool:
         return self._eval_interval > 0 and self.step % self._eval_interval == 0  # before the first step too
 
-    def _is_save_overdue(self) -> bool:
-        """Whether rank 0's newest snapshot is older than it should be; one that failed is made up for in seconds."""
-        seconds = RETRY_SECONDS if self._save_failed else self._save_interval_seconds
-        return self.world.is_main and seconds > 0 and time.monotonic() - self._saved_at > seconds
+    def _is_save_due(self) -> bool:
+        """By steps, by seconds, or because one is owed; rank 0 alone saves, and asks nobody."""
+        now, seconds = time.monotonic(), self._save_interval_seconds
+        overdue = now >= self._owed_from or 0 < seconds < now - self._saved_at
+        return overdue or self._is_due(self._save_interval, self.step)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, self._dtype, enabled=self._dtype != torch.float32)
@@ -285,6 +293,8 @@ class Trainer:
         self._broken_seen.copy_(self._broken, non_blocking=True)
 
     def _report_broken(self) -> None:
+        if self.saver:
+            self._collect(wait=True)
         update, batch = int(self._broken), self.grid.global_batch_size
         kept = f"the last snapshot is {self.last_manifest.image_path}" if self.last_manifest else "there is no snapshot"
         raise ArithmeticError(
@@ -334,6 +344,7 @@ class Trainer:
         loss, norm = float(self._loss), float(self._grad_norm)
         lr = learning_rate_at(self.step - 1, **self._schedule)  # of the update that this row is about
         steps, seconds = self._watch.lap(self.step)
+        stalled, self._stalled = self._stalled, 0.0
         rate = steps * self.grid.tokens_per_step / seconds
         left = (self.max_steps - self.step) * seconds / steps
         log.info(
@@ -349,6 +360,7 @@ class Trainer:
             "train/grad_norm": norm,
             "perf/tokens_per_second": rate,
             "perf/step_seconds": seconds / steps,
+            "perf/snapshot_stall_seconds": stalled,
             "data/samples_seen": self.grid.samples_seen(self.step),
             "data/epoch": self.grid.epoch(self.step),
             "elastic/world_size": self.world.world_size,
@@ -398,29 +410,39 @@ class Trainer:
 
     # The state, out and in
 
-    def _save(self, last: bool) -> None:
-        """Saves at `step`, on rank 0. A failure is told at once and made up at the next chance; the last one raises."""
-        if int(self._broken) >= 0:  # the one wait for the device: no snapshot hides a broken update
-            self._report_broken()
-        self._saved_at, self._save_failed = time.monotonic(), False
-        saved = self.last_manifest is not None and self.last_manifest.facts["step"] == self.step
-        if self.snapshots is None or saved:
-            return
+    def _save(self, saver: Saver, last: bool) -> None:
+        """Begins to save the state at `step`, on rank 0; the last save is awaited, and raises where it fails."""
         started = time.monotonic()
-        metadata = self._metadata()
-        self._buffer = encode(self._tensors(), metadata, self._buffer)
-        facts = {key: metadata[key] for key in ("val_loss", "world_size", "fingerprints", "config")}
-        try:
-            self.last_manifest = self.snapshots.save(
-                self._buffer, step=self.step, generation=self._generation, facts=facts
-            )
-        except OSError as error:
-            if last:
-                raise OSError(f"the snapshot of step {self.step} cannot be saved: {error}") from error
-            log.warning("the snapshot of step %d is not saved: %s; trying again soon", self.step, error)
-            self._save_failed = True
+        if last:
+            self._collect(wait=True)
+        if saver.busy:
+            self._owed_from = started
             return
-        log.info("saved %s in %.1f s", self.last_manifest.image_path, time.monotonic() - started)
+        # The one wait for the device: no snapshot hides a broken update, of which all ranks hear a step later.
+        if int(self._broken) >= 0 or (self.last_manifest and self.last_manifest.facts["step"] == self.step):
+            return
+        self._saved_at, self._saved_step, self._owed_from = started, self.step, math.inf
+        metadata = self._metadata()
+        facts = {key: metadata[key] for key in ("val_loss", "world_size", "fingerprints", "config")}
+        saver.start(self._tensors(), metadata, step=self.step, generation=self._generation, facts=facts)
+        self._stalled += time.monotonic() - started
+        if last:
+            self._collect(wait=True, must=True)
+
+    def _collect(self, wait: bool = False, must: bool = False) -> None:
+        """Takes note of the save that was on its way; one that failed is told at once and owed, or raises."""
+        assert self.saver is not None
+        try:
+            manifest = self.saver.collect(wait)
+        except OSError as error:
+            if must or self._on_error == "stop":
+                raise OSError(f"the snapshot of step {self._saved_step} cannot be saved: {error}") from error
+            log.warning("the snapshot of step %d is not saved: %s; trying again soon", self._saved_step, error)
+            self._owed_from = time.monotonic() + RETRY_SECONDS
+            return
+        if manifest:
+            self.last_manifest = manifest
+            log.info("saved %s in %.1f s", manifest.image_path, time.monotonic() - self._saved_at)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
@@ -491,6 +513,8 @@ class Trainer:
     def close(self) -> None:
         """Ends the reading thread and drops DDP, which must go before the process group: at exit gloo aborts else."""
         self.batches.close()
+        if self.saver:
+            self.saver.close()
         if reduction := self.__dict__.pop("reduction", None):
             reduction.close()
         gc.collect()
