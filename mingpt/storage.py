@@ -1,17 +1,21 @@
 """Bytes at a URI: a name holds the old bytes or the new, never half. And locks, so that one process writes.
 
-Local files are read and written here; whatever else fsspec knows (`memory://`, `https://`, `s3://` ...) can be read.
+A `Store` is a folder, on a disk or wherever fsspec reaches (`s3://`, `gs://`, `az://`, `memory://` ...). Below it are
+the functions for single files: texts that are read from anywhere, and local ones that are written.
 """
 
 import fcntl
 import glob
+import io
 import logging
 import math
 import os
 import re
 import secrets
+import shutil
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +24,174 @@ from typing import Any, BinaryIO, cast
 log = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
+
+
+PIECE = 16 << 20  # bytes that go to a remote store, or come from it, at once
+
+
+def open_store(uri: str, patience: float = 60.0) -> "Store":
+    """The folder at `uri`: a path, `file://`, or whatever fsspec knows. Nothing is looked at yet: see `Store.probe`.
+
+    A passing fault of a remote store is tried again for `patience` seconds. Raises ValueError where the URI is wrong,
+    or no driver for its scheme is known or installed.
+    """
+    return RemoteStore(uri, patience) if is_remote(uri) else LocalStore(local_path(uri))
+
+
+class Store(ABC):
+    """A folder of named bytes. A name is no path: it has no slash, and one that begins with a dot is not listed.
+
+    Whatever goes wrong is an OSError (FileNotFoundError, PermissionError, ConnectionError, TimeoutError ...) or, for
+    what no other try can heal, a ValueError; its one line names the URI without secrets.
+    """
+
+    uri: str  # for people: without password, query and trailing slash
+
+    @abstractmethod
+    def put(self, name: str, chunks: Iterable[Bytes]) -> None:
+        """Gives `name` the bytes of `chunks`, or leaves what was there; durable when it returns.
+
+        Streams: no second copy of the whole is made. After a passing fault of a remote store `chunks` is gone through
+        again, which only one that starts anew each time (a list, no generator) can be.
+        """
+
+    @abstractmethod
+    def open(self, name: str) -> BinaryIO:
+        """The bytes of `name`, seekable and buffered."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Bytes of `name`."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """What is in the folder now, sorted; nothing where there is no folder yet. Folders in it are left out."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Removes `name`, if it is there. Raises PermissionError where it still is afterwards."""
+
+    @abstractmethod
+    def free(self) -> int | None:
+        """Bytes that still fit, where the store knows."""
+
+    @abstractmethod
+    def path(self, name: str) -> Path | None:
+        """Where `name` lies on this machine, so that it can be memory-mapped; None in a remote store."""
+
+    @abstractmethod
+    def probe(self) -> None:
+        """Makes the folder, and writes, reads and removes a small object, so that a run fails at its start if it must.
+
+        Takes 15 seconds at most. Raises OSError, ValueError: what is wrong and what to do, in one line.
+        """
+
+    def read(self, name: str) -> bytes:
+        """All bytes of `name`."""
+        with self.open(name) as file:
+            return file.read()
+
+
+class LocalStore(Store):
+    """A folder on a disk of this machine; made by the first `put`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.uri = str(folder)
+
+    def put(self, name: str, chunks: Iterable[Bytes]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(self.path(name), chunks)
+
+    def open(self, name: str) -> BinaryIO:
+        return open(self.path(name), "rb")
+
+    def size(self, name: str) -> int:
+        return self.path(name).stat().st_size
+
+    def names(self) -> list[str]:
+        # Not glob: it takes a folder that cannot be read for an empty one.
+        try:
+            with os.scandir(self.folder) as entries:
+                return sorted(entry.name for entry in entries if entry.name[0] != "." and not entry.is_dir())
+        except FileNotFoundError:
+            return []
+
+    def delete(self, name: str) -> None:
+        self.path(name).unlink(missing_ok=True)
+
+    def free(self) -> int | None:
+        there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        return shutil.disk_usage(there).free
+
+    def path(self, name: str) -> Path:
+        return self.folder / _checked(name)
+
+    def probe(self) -> None:
+        self.put(_PROBE, [b"mingpt"])
+        self.delete(_PROBE)
+
+
+class RemoteStore(Store):
+    """A folder in whatever fsspec reaches: a prefix of a bucket, in most."""
+
+    def __init__(self, uri: str, patience: float) -> None:
+        self.uri = uri.rstrip("/")
+        self._filesystem, folder = _filesystem(uri)
+        self._folder = folder.rstrip("/")
+
+    def put(self, name: str, chunks: Iterable[Bytes]) -> None:
+        path = self._path(name)
+        temporary = self._path(f".{name}.{secrets.token_hex(4)}.tmp")
+        with self._filesystem.open(temporary, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+        self._filesystem.mv(temporary, path)
+
+    def open(self, name: str) -> BinaryIO:
+        return cast(BinaryIO, io.BytesIO(self._filesystem.cat_file(self._path(name))))
+
+    def size(self, name: str) -> int:
+        self._filesystem.invalidate_cache()
+        return int(self._filesystem.size(self._path(name)))
+
+    def names(self) -> list[str]:
+        self._filesystem.invalidate_cache()
+        try:
+            found = self._filesystem.ls(self._folder, detail=True)
+        except FileNotFoundError:
+            return []
+        names = [entry["name"].rsplit("/", 1)[1] for entry in found if entry["type"] != "directory"]
+        return sorted(name for name in names if name and name[0] != ".")
+
+    def delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._filesystem.rm_file(self._path(name))
+
+    def free(self) -> int | None:
+        return None
+
+    def path(self, name: str) -> Path | None:
+        _checked(name)
+        return None
+
+    def probe(self) -> None:
+        self.put(_PROBE, [b"mingpt"])
+        self.delete(_PROBE)
+
+    def _path(self, name: str) -> str:
+        return f"{self._folder}/{_checked(name)}"
+
+
+_PROBE = ".mingpt-probe"
+
+
+def _checked(name: str) -> str:
+    if name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f]", name):
+        raise ValueError(
+            f"{name!r} is no name in a folder: it must not be empty, a path, or contain control characters"
+        )
+    return name
 
 
 def is_remote(uri: str) -> bool:
