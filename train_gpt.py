@@ -32,8 +32,11 @@ from mingpt.distributed import World
 from mingpt.elastic import STOP_EXIT_CODE, StopSignals
 from mingpt.grid import Grid, mix, share
 from mingpt.image import Image
+from mingpt.lease import Run, TakenOverError, record_run
 from mingpt.model import GPT, GPTConfig, check_causal
-from mingpt.snapshot import Manifest, Run, Snapshots
+from mingpt.resume import changes_on_resume
+from mingpt.snapshot import Manifest, Snapshots, find_run
+from mingpt.storage import open_store
 from mingpt.tokenizer import CharTokenizer, tokenizer_from_dict
 from mingpt.tokens import TokenFile
 from mingpt.trainer import Trainer
@@ -86,10 +89,11 @@ def train(argv: Sequence[str]) -> int:
     hardware = distributed.hardware(world.device)
     connect(world, config, description, hardware)
     trainer: Trainer | None = None
+    snapshots: Snapshots | None = None
     try:
         with StopSignals() as signals:
             # Which run it continues: rank 0 looks, every rank obeys.
-            run, snapshots = find_run(world, config)
+            run, snapshots = open_run(world, config)
             found, start = find_start(world, config, run, snapshots, model, corpus, description, hardware)
             if start["step"] >= max_steps:
                 log.info(
@@ -156,6 +160,8 @@ def train(argv: Sequence[str]) -> int:
     finally:
         if trainer:
             trainer.close()
+        if snapshots:
+            snapshots.release()
         distributed.leave()
 
 
@@ -174,11 +180,11 @@ def connect(world: World, config: Config, description: dict[str, Any], hardware:
     distributed.connect(world, hello, config.elastic.timeout_seconds)
 
 
-def find_run(world: World, config: Config) -> tuple[Run, Snapshots]:
-    """The run that lives in the run's folder and its snapshots' folder, or a new one."""
-    folder = storage.local_path(config.snapshot_uri)
-    run = Run(**distributed.decide(world, lambda: asdict(snapshot.open_run(config.run_dir, folder))))
-    return run, Snapshots(folder, run.run_id, config.snapshot.keep_last, config.snapshot.keep_interval)
+def open_run(world: World, config: Config) -> tuple[Run, Snapshots]:
+    """The run that lives in the run's folder and its snapshots' store, or a new one."""
+    store = open_store(config.snapshot_uri)
+    run = Run(**distributed.decide(world, lambda: asdict(find_run(config.run_dir, store))))
+    return run, Snapshots(store, run.run_id, config.snapshot.keep_last, config.snapshot.keep_interval)
 
 
 def find_start(
@@ -202,9 +208,9 @@ def find_start(
         newest = snapshots.newest()
         if newest is None:
             if run.generation > 1:
-                log.warning("no snapshot of this run is in %s: starting over at step 0", snapshots.folder)
+                log.warning("no snapshot of this run is in %s: starting over at step 0", snapshots.store.uri)
             if config.snapshot.resume == "must":
-                raise ValueError(f"snapshot.resume=must, but no snapshot is in {snapshots.folder}; take resume=auto")
+                raise ValueError(f"snapshot.resume=must, but no snapshot is in {snapshots.store.uri}; take resume=auto")
             if config.snapshot.init_from:
                 source, image = snapshot.find_image(config.snapshot.init_from)
                 check_symbols(image.metadata, corpus, source)
@@ -212,8 +218,8 @@ def find_start(
             return {"step": 0, "changes": {}}
         found.append(newest)
         saved = newest[1].metadata
-        check_symbols(saved, corpus, str(newest[0].image_path))
-        changes = snapshot.changes_on_resume(saved["config"], description, config.snapshot.resume)
+        check_symbols(saved, corpus, newest[0].image_uri)
+        changes = changes_on_resume(saved["config"], description, config.snapshot.resume)
         if config.train.reduction == "exact" and saved["hardware"] != hardware:
             log.warning("warning: bits will differ: the run began on %s, this is %s", saved["hardware"], hardware)
         return {"step": saved["step"], "changes": changes}
@@ -251,14 +257,16 @@ def open_books(
 
     def write() -> None:
         try:
+            snapshots.store.probe()
             snapshots.claim(run, out_dir, {"name": config.name, "config": description})
+            storage.remove_leftovers(out_dir)
             storage.replace_file(out_dir / "config.yaml", [to_yaml(config).encode()])
         except OSError as error:
             raise OSError(f"{told(error)}; see to it, or give another out_dir or snapshot.uri") from error
 
     distributed.decide(world, write)
     if world.local_rank == 0 and not world.is_main:  # on every node
-        snapshot.record_run(run, [out_dir], {"name": config.name, "config": description})
+        record_run(run, out_dir, None, {"name": config.name, "config": description})
     return metrics.Metrics(out_dir / "metrics.jsonl" if world.is_main else None, run.generation)
 
 
@@ -364,7 +372,7 @@ def show_result(config: Config, manifest: Manifest) -> None:
     """Where everything is, and the two sums that tell whether two runs came to the same bits."""
     log.info("weights_sha256  %s", manifest.facts["weights_sha256"])
     log.info("state_sha256    %s", manifest.facts["state_sha256"])
-    log.info("snapshot        %s", manifest.image_path)
+    log.info("snapshot        %s", manifest.image_uri)
     log.info("metrics         %s", config.run_dir / "metrics.jsonl")
     place = config.snapshot.uri or str(config.run_dir)
     log.info("sample from it  python -m mingpt.sample %s", shlex.quote(place))
@@ -411,7 +419,7 @@ def main() -> int:
     metrics.open_console(rank)
     try:
         return train(sys.argv[1:]) or 0
-    except (ValueError, OSError, ArithmeticError, snapshot.TakenOverError) as error:
+    except (ValueError, OSError, ArithmeticError, TakenOverError) as error:
         if not is_meant(error):
             raise
         return report(error, rank)

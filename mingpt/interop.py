@@ -31,6 +31,7 @@ from mingpt import storage
 from mingpt.image import Image, encode, pack, unpack
 from mingpt.model import GPT, PRESETS, GPTConfig
 from mingpt.snapshot import Snapshots, find_image, load_weights, model_tensors
+from mingpt.storage import LocalStore
 from mingpt.tokenizer import END_OF_TEXT, GPT2_FINGERPRINT, BPETokenizer, CharTokenizer, Tokenizer, tokenizer_from_dict
 
 # What changes the arithmetic, the only values that ours has, and what is meant where nothing is said (the first).
@@ -90,7 +91,7 @@ def import_gpt2(source: str, out: str) -> list[str]:
             model = GPT(config)
         load_weights(model, image, source)  # into nothing: it names what does not fit
         data = encode(image.tensors, metadata)
-        Snapshots(folder, image.metadata["run_id"]).save(data, step=0, generation=1, facts=facts)
+        Snapshots(LocalStore(folder), image.metadata["run_id"]).save(data, step=0, generation=1, facts=facts)
     return [
         f"{out}: GPT-2 of {config.num_parameters:,} parameters, {config.n_layer} layers, {config.n_head} heads, "
         f"{config.n_embd} wide, block {config.block_size}; tokenizer {tokenizer.kind}, {tokenizer.vocab_size} tokens",

@@ -72,6 +72,10 @@ class Store(ABC):
         """Removes `name`, if it is there. Raises PermissionError where it still is afterwards."""
 
     @abstractmethod
+    def remove_leftovers(self) -> None:
+        """Removes what a killed `put` left, where it leaves anything; the caller is the folder's only writer."""
+
+    @abstractmethod
     def free(self) -> int | None:
         """Bytes that still fit, where the store knows."""
 
@@ -120,6 +124,9 @@ class LocalStore(Store):
     def delete(self, name: str) -> None:
         self.path(name).unlink(missing_ok=True)
 
+    def remove_leftovers(self) -> None:
+        remove_leftovers(self.folder)
+
     def free(self) -> int | None:
         there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
         return shutil.disk_usage(there).free
@@ -167,6 +174,9 @@ class RemoteStore(Store):
     def delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._filesystem.rm_file(self._path(name))
+
+    def remove_leftovers(self) -> None:
+        pass
 
     def free(self) -> int | None:
         return None

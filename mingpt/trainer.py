@@ -296,7 +296,7 @@ class Trainer:
         if self.saver:
             self._collect(wait=True)
         update, batch = int(self._broken), self.grid.global_batch_size
-        kept = f"the last snapshot is {self.last_manifest.image_path}" if self.last_manifest else "there is no snapshot"
+        kept = f"the last snapshot is {self.last_manifest.image_uri}" if self.last_manifest else "there is no snapshot"
         raise ArithmeticError(
             f"the gradient of update {update} (samples {update * batch} to {(update + 1) * batch - 1}) is not finite, "
             f"in {self.reduction.blame()}; {kept}; lower optim.learning_rate, or look at these samples"
@@ -442,7 +442,7 @@ class Trainer:
             return
         if manifest:
             self.last_manifest = manifest
-            log.info("saved %s in %.1f s", manifest.image_path, time.monotonic() - self._saved_at)
+            log.info("saved %s in %.1f s", manifest.image_uri, time.monotonic() - self._saved_at)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {

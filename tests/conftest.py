@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from mingpt.snapshot import Manifest, Snapshots, read_manifests
+from mingpt.storage import open_store
+
 ROOT = Path(__file__).parent.parent
 
 # Few cores: a thread pool in each of several processes makes all of them wait for each other.
@@ -149,6 +152,24 @@ def text(length: int = 6000) -> str:
         state = state * 6364136223846793005 + 1442695040888963407 & (1 << 64) - 1
         out.append(words[(state >> 33) % len(words)] + ("\n" if state >> 60 == 0 else " "))
     return "".join(out)[:length]
+
+
+def snapshots(folder: Path, run_id: str = "us", *settings: Any, **more: Any) -> Snapshots:
+    return Snapshots(open_store(str(folder)), run_id, *settings, **more)
+
+
+def manifests(folder: Path) -> list[Manifest]:
+    return read_manifests(open_store(str(folder)))
+
+
+def image_file(manifest: Manifest) -> Path:
+    path = manifest.store.path(manifest.image_name)
+    assert path is not None
+    return path
+
+
+def manifest_file(manifest: Manifest) -> Path:
+    return image_file(manifest).with_suffix(".json")
 
 
 def read_until_step(process: "subprocess.Popen[str]", step: int) -> str:

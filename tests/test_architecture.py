@@ -24,7 +24,9 @@ IMPORTS: dict[str, set[str]] = {
     "corpus": {"tokens", "tokenizer", "storage"},
     "data": {"grid", "tokens"},
     "reduction": {"distributed"},
-    "snapshot": {"storage", "image", "model", "tokenizer"},
+    "lease": {"storage"},
+    "resume": set(),
+    "snapshot": {"storage", "image", "lease", "model", "tokenizer"},
     "elastic": set(),
     "metrics": set(),
     "trainer": {

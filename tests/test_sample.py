@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import snapshots
 
 from mingpt import sample
 from mingpt.image import encode
 from mingpt.model import GPT, GPTConfig
-from mingpt.snapshot import Snapshots, model_tensors
+from mingpt.snapshot import model_tensors
 from mingpt.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -357,7 +358,7 @@ def start(image: Path, *options: str, **environment: str) -> "subprocess.Popen[b
 
 def test_a_run_folder_and_a_prompt_from_standard_input(tmp_path: Path) -> None:
     (tmp_path / "snapshots").mkdir()
-    Snapshots(tmp_path / "snapshots", "r").save(make_image(), step=70, generation=1, facts={})
+    snapshots(tmp_path / "snapshots", "r").save(make_image(), step=70, generation=1, facts={})
     process = start(tmp_path, "--prompt-file=-", "--max-new-tokens=30", PYTHONIOENCODING="ascii", LC_ALL="C")
     out, err = process.communicate("aé\n".encode())
     assert process.returncode == 0, err

@@ -4,28 +4,19 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import image_file, manifest_file, manifests, snapshots
 
 from mingpt import storage
 from mingpt.image import encode
+from mingpt.lease import Run, record_run
 from mingpt.model import GPT, GPTConfig
-from mingpt.snapshot import (
-    Run,
-    Snapshots,
-    TakenOverError,
-    changes_on_resume,
-    find_image,
-    load_snapshot,
-    load_weights,
-    model_tensors,
-    open_run,
-    read_manifests,
-    record_run,
-)
+from mingpt.resume import changes_on_resume
+from mingpt.snapshot import find_image, find_run, load_snapshot, load_weights, model_tensors
+from mingpt.storage import open_store
 from mingpt.tokenizer import CharTokenizer
 
 CONFIG = GPTConfig(vocab_size=3, block_size=8, n_layer=1, n_head=1, n_embd=8)
@@ -40,17 +31,17 @@ def image(step: int, run_id: str = "us", seed: int = 0) -> torch.Tensor:
 
 def save(folder: Path, *steps: int, run_id: str = "us", generation: int = 1, keep_last: int = 9) -> None:
     for step in steps:
-        Snapshots(folder, run_id, keep_last).save(image(step, run_id), step=step, generation=generation, facts={})
+        snapshots(folder, run_id, keep_last).save(image(step, run_id), step=step, generation=generation, facts={})
 
 
 def kept(folder: Path) -> list[int]:
-    return sorted(manifest.facts["step"] for manifest in read_manifests(folder))
+    return sorted(manifest.facts["step"] for manifest in manifests(folder))
 
 
 def test_a_later_generation_is_newer_than_a_higher_step(tmp_path: Path) -> None:
     save(tmp_path, 10, 50)
     save(tmp_path, 20, generation=2)
-    found = Snapshots(tmp_path, "us").newest()
+    found = snapshots(tmp_path, "us").newest()
     assert found is not None
     assert found[0].facts["step"] == found[1].metadata["step"] == 20
 
@@ -61,8 +52,8 @@ def test_the_manifest_names_the_bytes_and_is_last(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(storage, "replace_file", lambda path, data: (order.append(path.suffix), replace(path, data)))
     save(tmp_path, 3)
     assert order == [".safetensors", ".json"]
-    (manifest,) = read_manifests(tmp_path)
-    content = manifest.image_path.read_bytes()
+    (manifest,) = manifests(tmp_path)
+    content = image_file(manifest).read_bytes()
     assert manifest.facts["sha256"] == hashlib.sha256(content).hexdigest()
     assert manifest.facts["size"] == len(content)
 
@@ -72,48 +63,51 @@ def test_a_damaged_one_is_told_of_and_the_next_older_used(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1, 2)
-    newest = read_manifests(tmp_path)[0]
-    content = bytearray(newest.image_path.read_bytes())
+    newest = manifests(tmp_path)[0]
+    content = bytearray(image_file(newest).read_bytes())
     if damage == "flip":
         content[-1] ^= 1
-        newest.image_path.write_bytes(content)
+        image_file(newest).write_bytes(content)
     elif damage == "cut":
-        newest.image_path.write_bytes(content[:-10])
+        image_file(newest).write_bytes(content[:-10])
     elif damage == "gone":
-        newest.image_path.unlink()
+        image_file(newest).unlink()
     else:
-        newest.path.write_text("{")
+        manifest_file(newest).write_text("{")
     with caplog.at_level(logging.WARNING):
-        found = Snapshots(tmp_path, "us").newest()
+        found = snapshots(tmp_path, "us").newest()
     assert found is not None
     assert found[0].facts["step"] == 1
-    assert newest.path.stem in caplog.text
+    assert manifest_file(newest).stem in caplog.text
 
 
 def test_none_valid_is_not_none_there(tmp_path: Path) -> None:
-    assert Snapshots(tmp_path, "us").newest() is None
+    assert snapshots(tmp_path, "us").newest() is None
     save(tmp_path, 1)
-    read_manifests(tmp_path)[0].image_path.write_bytes(b"")
+    image_file(manifests(tmp_path)[0]).write_bytes(b"")
     with pytest.raises(ValueError, match="none is a valid one"):
-        Snapshots(tmp_path, "us").newest()
-    read_manifests(tmp_path)[0].path.write_text("[]")
+        snapshots(tmp_path, "us").newest()
+    manifest_file(manifests(tmp_path)[0]).write_text("[]")
     with pytest.raises(ValueError, match="none is a valid one"):
-        Snapshots(tmp_path, "us").newest()
+        snapshots(tmp_path, "us").newest()
 
 
 def test_what_cannot_be_read_is_not_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, 2)
-    reader = "mingpt.snapshot._read_verified"
+    reader = "mingpt.snapshot.read_verified"
     with monkeypatch.context() as patch:
         patch.setattr(reader, lambda manifest: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(OSError, match="Input/output"):  # and not the older one in its place
-            Snapshots(tmp_path, "us").newest()
+            snapshots(tmp_path, "us").newest()
 
     def refuse(path: object) -> list[str]:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("mingpt.snapshot.os.listdir", refuse)
-    for look in (lambda: Snapshots(tmp_path, "us").newest(), lambda: open_run(tmp_path / "out", tmp_path)):
+    monkeypatch.setattr("mingpt.storage.os.scandir", refuse)
+    for look in (
+        lambda: snapshots(tmp_path, "us").newest(),
+        lambda: find_run(tmp_path / "out", open_store(str(tmp_path))),
+    ):
         with pytest.raises(PermissionError):
             look()
 
@@ -145,7 +139,7 @@ def test_what_cannot_be_removed_does_not_undo_a_save(
 
 
 def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
-    ours = Snapshots(tmp_path, "us", keep_last=1)
+    ours = snapshots(tmp_path, "us", keep_last=1)
     for step, loss in [(1, float("nan")), (2, 1.0), (3, 2.0), (4, 3.0)]:
         ours.save(image(step), step=step, generation=1, facts={"val_loss": loss})
     assert kept(tmp_path) == [2, 4]
@@ -153,7 +147,7 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
 
 def test_retention_keeps_the_last_the_pinned_and_the_best_of_this_run_only(tmp_path: Path) -> None:
     save(tmp_path, 1000, run_id="them")
-    ours = Snapshots(tmp_path, "us", keep_last=2, keep_interval=4)
+    ours = snapshots(tmp_path, "us", keep_last=2, keep_interval=4)
     for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 2.0)]:
         ours.save(image(step), step=step, generation=1, facts={"val_loss": loss})
     assert kept(tmp_path) == [2, 4, 6, 7, 1000]
@@ -183,15 +177,16 @@ def test_what_a_killed_save_left_goes_when_there_is_a_newer_snapshot_and_nothing
     foreign.write_bytes(image(3, run_id="them").numpy().tobytes())
     out = tmp_path / "out"
     out.mkdir()
-    leftovers = [tmp_path / f".{orphan.name}.abcd1234.tmp", out / ".run.json.abcd1234.tmp"]
+    leftovers = [tmp_path / f".{orphan.name}.abcd1234.tmp", tmp_path / ".run.json.abcd1234.tmp"]
     for leftover in leftovers:
         leftover.write_bytes(b"half")
     (tmp_path / ".mail.tmp").write_bytes(b"someone's")
     older = tmp_path / "step-000000005-g0-00000000.safetensors"
     older.write_bytes(image(5).numpy().tobytes())
-    ours = Snapshots(tmp_path, "us")
+    ours = snapshots(tmp_path, "us")
     assert ours.newest() is not None
-    assert f"2 IMAGE(S) WITHOUT A MANIFEST NOT USED, the newest is {orphan}" in caplog.text
+    assert f"3 IMAGE(S) WITHOUT A MANIFEST NOT USED, the newest is {foreign}" in caplog.text
+    record_run(Run("us", 1), out, ours.store, {})
     ours.claim(Run("us", 2), out, {})
     assert orphan.exists(), "its manifest may have been lost"
     ours.save(image(2), step=2, generation=2, facts={})
@@ -205,73 +200,31 @@ def test_what_a_killed_save_left_goes_when_there_is_a_newer_snapshot_and_nothing
 
 def test_images_without_any_manifest_are_told_of_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1, 2)
-    for manifest in read_manifests(tmp_path):
-        manifest.path.unlink()
-    record_run(Run("us", 1), [tmp_path], {})
-    assert Snapshots(tmp_path, "us").newest() is None
+    for manifest in manifests(tmp_path):
+        manifest_file(manifest).unlink()
+    record_run(Run("us", 1), tmp_path, None, {})
+    assert snapshots(tmp_path, "us").newest() is None
     assert "2 IMAGE(S) WITHOUT A MANIFEST NOT USED" in caplog.text
-    run = open_run(tmp_path, tmp_path)
-    again = Snapshots(tmp_path, run.run_id)
+    run = find_run(tmp_path, open_store(str(tmp_path)))
+    again = snapshots(tmp_path, run.run_id)
     again.claim(run, tmp_path, {})
     again.save(image(1, run.run_id), step=1, generation=run.generation, facts={})
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
-
-
-def test_one_start_at_a_time(tmp_path: Path) -> None:
-    out, folder = tmp_path / "out", tmp_path / "snapshots"
-    run = open_run(out, folder)
-    first = Snapshots(folder, run.run_id)
-    first.claim(run, out, {})
-    for place in ((out, tmp_path / "other"), (tmp_path / "other", folder)):  # either of the two is enough
-        second = open_run(*place)
-        with pytest.raises(
-            ValueError, match=rf"in use by another start of this run \(process {os.getpid()} on .*stop it"
-        ):
-            Snapshots(place[1], second.run_id).claim(second, place[0], {}, patience=0)
-    second = open_run(out, folder)
-    waiting = Snapshots(folder, second.run_id)
-    assert waiting.newest() is None
-    first.save(image(5, run.run_id), step=5, generation=1, facts={})
-    del first  # as when its process ends
-    for late in (Snapshots(folder, run.run_id), run), (waiting, second):
-        with pytest.raises(ValueError, match="another start of this run was faster"):
-            late[0].claim(late[1], out, {})
-    assert waiting.newest() is not None
-    waiting.claim(second, out, {})
-
-
-def test_one_folder_by_two_names_is_one(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path)
-    Snapshots(tmp_path / "link", "us").claim(Run("us", 1), tmp_path, {}, patience=0)
-
-
-def test_a_writer_that_was_overtaken_stops(tmp_path: Path) -> None:
-    late = Snapshots(tmp_path, "us")
-    record_run(Run("us", 1), [tmp_path], {})
-    late.save(image(1), step=1, generation=1, facts={})
-    record_run(Run("us", 2), [tmp_path], {})
-    with pytest.raises(TakenOverError, match="taken over by a later start"):
-        late.save(image(2), step=2, generation=1, facts={})
-    record_run(Run("them", 1), [tmp_path], {})
-    with pytest.raises(TakenOverError, match="taken over by a later start"):
-        late.save(image(2), step=2, generation=1, facts={})
-    assert kept(tmp_path) == [1]
 
 
 def test_any_folder_name_will_do(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"caf\xe9 \xf0\x9f\x90\x8c")
     folder.mkdir()
     save(folder, 1)
-    found = Snapshots(folder, "us").newest()
+    found = snapshots(folder, "us").newest()
     assert found is not None
     assert found[1].metadata["step"] == 1
 
 
-def test_a_folder_in_a_manifests_place_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_in_a_manifests_place_is_ignored(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (tmp_path / "step-000000009-g1-00000000.json").mkdir()
     assert kept(tmp_path) == [1]
-    assert "ignoring the snapshot" in caplog.text
 
 
 def test_replace_file_leaves_the_old_bytes_when_the_new_ones_fail(tmp_path: Path) -> None:
@@ -286,33 +239,6 @@ def test_replace_file_leaves_the_old_bytes_when_the_new_ones_fail(tmp_path: Path
         storage.replace_file(path, failing())
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_run_keeps_its_name_and_counts_its_generations(tmp_path: Path) -> None:
-    out, folder = tmp_path / "out", tmp_path / "snapshots"
-    first = open_run(out, folder)
-    assert first.generation == 1
-    record_run(first, [out, folder], {})
-    assert open_run(out, folder) == Run(first.run_id, 2)
-    save(folder, 5, run_id=first.run_id, generation=7)
-    assert open_run(out, folder) == Run(first.run_id, 8)
-    assert open_run(tmp_path / "elsewhere", folder) == Run(first.run_id, 8)
-    (folder / "run.json").unlink()
-    assert open_run(tmp_path / "elsewhere", folder) == Run(first.run_id, 8), "by the manifests alone"
-    record_run(Run("other", 1), [out], {})
-    record_run(first, [folder], {})
-    with pytest.raises(ValueError, match="different runs"):
-        open_run(out, folder)
-    (out / "run.json").write_text("{")
-    assert open_run(out, folder) == Run(first.run_id, 8), "the other one tells"
-    shutil.rmtree(folder)
-    for odd in ("5", '{"run_id": 5, "generation": 1}', '{"run_id": "x", "generation": "1"}', '{"run_id": "x"}'):
-        (out / "run.json").write_text(odd)
-        with pytest.raises(ValueError, match=r"run\.json names no run"):
-            open_run(out, folder)
-    (out / "run.json").write_text("{")
-    with pytest.raises(ValueError, match=r"run\.json is damaged"):
-        open_run(out, folder)
 
 
 BASE = {
@@ -360,12 +286,12 @@ def test_exact_mode_fixes_what_its_bits_depend_on(key: str) -> None:
 def test_loading_needs_nothing_but_the_image(tmp_path: Path) -> None:
     (tmp_path / "run" / "snapshots").mkdir(parents=True)
     save(tmp_path / "run" / "snapshots", 1, 2)
-    newest = read_manifests(tmp_path / "run" / "snapshots")[0]
+    newest = manifests(tmp_path / "run" / "snapshots")[0]
     alone = tmp_path / "copied.safetensors"
-    alone.write_bytes(newest.image_path.read_bytes())
+    alone.write_bytes(image_file(newest).read_bytes())
     torch.manual_seed(2)
     expected = GPT(CONFIG)
-    for place in (alone, newest.image_path, newest.path, tmp_path / "run", tmp_path / "run" / "snapshots"):
+    for place in (alone, image_file(newest), manifest_file(newest), tmp_path / "run", tmp_path / "run" / "snapshots"):
         model, tokenizer, metadata = load_snapshot(str(place))
         assert metadata["step"] == 2
         assert not model.training
@@ -382,12 +308,12 @@ def test_what_cannot_be_loaded_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no safetensors file"):
         find_image(str(tmp_path / "x.safetensors"))
     save(tmp_path, 1)
-    manifest = read_manifests(tmp_path)[0]
-    content = bytearray(manifest.image_path.read_bytes())
+    manifest = manifests(tmp_path)[0]
+    content = bytearray(image_file(manifest).read_bytes())
     content[-1] ^= 1
-    manifest.image_path.write_bytes(content)
+    image_file(manifest).write_bytes(content)
     with pytest.raises(ValueError, match="sha256 differs"):
-        find_image(str(manifest.image_path))
+        find_image(str(image_file(manifest)))
 
 
 def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
@@ -410,6 +336,8 @@ def test_content_cannot_point_out_of_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     save(folder, 1)
-    manifest = read_manifests(folder)[0]
-    manifest.path.write_text(json.dumps(manifest.facts | {"image": "../../etc/passwd", "name": "/etc/passwd"}))
-    assert read_manifests(folder)[0].image_path.parent == folder
+    manifest = manifests(folder)[0]
+    manifest_file(manifest).write_text(
+        json.dumps(manifest.facts | {"image": "../../etc/passwd", "name": "/etc/passwd"})
+    )
+    assert image_file(manifests(folder)[0]).parent == folder

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import in_world
+from conftest import in_world, manifests, snapshots
 from torch import Tensor, nn
 
 from mingpt import distributed
@@ -20,7 +20,7 @@ from mingpt.metrics import Metrics, read_metrics
 from mingpt.model import GPT, GPTConfig
 from mingpt.optim import learning_rate_at
 from mingpt.reduction import FastReduction
-from mingpt.snapshot import Snapshots, read_manifests
+from mingpt.snapshot import Snapshots
 from mingpt.trainer import Trainer
 
 VOCABULARY = 11
@@ -174,12 +174,12 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_spoils_nothing(reduction
     calls = iter(range(10**6))
     broken = trainer(
         Broken(lambda idx: next(calls) == 4 * 7 + 2),  # in update 7, in its third cell
-        reduction=reduction, snapshots=Snapshots(tmp_path, "us"), save_interval=5, eval_interval=0,
+        reduction=reduction, snapshots=snapshots(tmp_path, "us"), save_interval=5, eval_interval=0,
     )  # fmt: skip
     named = r"gpt\.transformer\.wte\.weight, .*the loss" if reduction == "exact" else "some parameter"
     with pytest.raises(ArithmeticError, match=rf"update 7 \(samples 56 to 63\).* in {named}.*step-000000005"):
         broken.fit()
-    assert [manifest.facts["step"] for manifest in read_manifests(tmp_path)] == [5]
+    assert [manifest.facts["step"] for manifest in manifests(tmp_path)] == [5]
     assert all(torch.isfinite(p).all() for p in broken.model.parameters())
 
 
@@ -198,30 +198,30 @@ def test_no_snapshot_is_taken_right_after_a_broken_update(tmp_path: Path) -> Non
     calls = iter(range(10**6))
     broken = trainer(
         Broken(lambda idx: next(calls) == 4 * 4),
-        snapshots=Snapshots(tmp_path, "us"),
+        snapshots=snapshots(tmp_path, "us"),
         save_interval=5,
         eval_interval=0,
     )
     with pytest.raises(ArithmeticError, match="update 4 .*there is no snapshot"):
         broken.fit()
-    assert read_manifests(tmp_path) == []
+    assert manifests(tmp_path) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_stops_after_a_step_with_everything_saved(number: int, tmp_path: Path) -> None:
     metrics = Recorder({7: lambda: signal.raise_signal(number)})
-    stopping = trainer(metrics=metrics, snapshots=Snapshots(tmp_path, "us"), save_interval=0)
+    stopping = trainer(metrics=metrics, snapshots=snapshots(tmp_path, "us"), save_interval=0)
     before = signal.getsignal(number)
     stopping.fit()
     assert stopping.stopped
     assert 7 < stopping.step <= 9
-    assert [manifest.facts["step"] for manifest in read_manifests(tmp_path)] == [stopping.step]
+    assert [manifest.facts["step"] for manifest in manifests(tmp_path)] == [stopping.step]
     assert signal.getsignal(number) is before
 
 
 def test_a_signal_before_the_last_step_does_not_leave_its_end_undone(tmp_path: Path) -> None:
     metrics = Recorder({29: lambda: signal.raise_signal(signal.SIGTERM)})
-    ending = trainer(metrics=metrics, snapshots=Snapshots(tmp_path, "us"))
+    ending = trainer(metrics=metrics, snapshots=snapshots(tmp_path, "us"))
     ending.fit()
     assert ending.step == 30
     assert not ending.stopped
@@ -287,8 +287,8 @@ def test_snapshots_come_by_steps_by_time_and_when_validation_improves(
     def saved(**settings: Any) -> set[int]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
-        trainer(snapshots=Snapshots(folder, "us", keep_last=99), max_steps=12, **settings).fit()
-        return {manifest.facts["step"] for manifest in read_manifests(folder)}
+        trainer(snapshots=snapshots(folder, "us", keep_last=99), max_steps=12, **settings).fit()
+        return {manifest.facts["step"] for manifest in manifests(folder)}
 
     assert saved(save_interval=5, eval_interval=0) == {5, 10, 12}
     assert saved(save_interval=0, eval_interval=0) == {12}
@@ -302,8 +302,8 @@ def test_snapshots_come_by_steps_by_time_and_when_validation_improves(
 def test_a_full_disk_is_told_and_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    snapshots = Snapshots(tmp_path, "us")
-    save, tries = snapshots.save, []
+    ours = snapshots(tmp_path, "us")
+    save, tries = ours.save, []
 
     def full(data: Tensor, **kwargs: Any) -> Any:
         tries.append(kwargs["step"])
@@ -311,14 +311,14 @@ def test_a_full_disk_is_told_and_made_up_for(
             raise OSError(28, "No space left on device")
         return save(data, **kwargs)
 
-    monkeypatch.setattr(snapshots, "save", full)
+    monkeypatch.setattr(ours, "save", full)
     monkeypatch.setattr("mingpt.trainer.RETRY_SECONDS", 1e-9)
     with pytest.raises(OSError, match=r"step 30 cannot be saved.*No space"):
-        trainer(snapshots=snapshots, save_interval=10, eval_interval=0).fit()
+        trainer(snapshots=ours, save_interval=10, eval_interval=0).fit()
     assert (tries[0], *tries[2:]) == (10, 20, 30)
     assert 11 <= tries[1] < 20, "made up for as soon as the training hears of it"
     assert "step 10 is not saved" in caplog.text
-    assert [manifest.facts["step"] for manifest in read_manifests(tmp_path)] == [20, tries[1]]
+    assert [manifest.facts["step"] for manifest in manifests(tmp_path)] == [20, tries[1]]
 
 
 def test_a_full_disk_may_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_a_full_disk_may_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Snapshots, "save", full)
-    stopping = trainer(snapshots=Snapshots(tmp_path, "us"), save_interval=10, eval_interval=0, on_error="stop")
+    stopping = trainer(snapshots=snapshots(tmp_path, "us"), save_interval=10, eval_interval=0, on_error="stop")
     with pytest.raises(OSError, match=r"step 10 cannot be saved.*No space"):
         stopping.fit()
     assert 10 < stopping.step < 30
@@ -343,14 +343,14 @@ def test_a_slow_save_holds_nothing_up_and_saves_its_own_step(tmp_path: Path, mon
     monkeypatch.setattr(Snapshots, "save", slow)
     settings = {"save_interval": 5, "eval_interval": 0, "max_steps": 23}
     metrics = Recorder({18: go.set})  # the save of step 5 is on its way until then
-    trainer(snapshots=Snapshots(tmp_path / "slow", "us", keep_last=9), metrics=metrics, **settings).fit()
+    trainer(snapshots=snapshots(tmp_path / "slow", "us", keep_last=9), metrics=metrics, **settings).fit()
     assert steps[0] == 5
     assert 18 < steps[1] <= 20, "what was due meanwhile is made up for at once"
     assert steps[-1] == 23
     monkeypatch.undo()
-    trainer(snapshots=Snapshots(tmp_path / "fast", "us", keep_last=9), **settings).fit()
-    fast = {m.facts["step"]: m.facts["state_sha256"] for m in read_manifests(tmp_path / "fast")}
-    slow_ones = {m.facts["step"]: m.facts["state_sha256"] for m in read_manifests(tmp_path / "slow")}
+    trainer(snapshots=snapshots(tmp_path / "fast", "us", keep_last=9), **settings).fit()
+    fast = {m.facts["step"]: m.facts["state_sha256"] for m in manifests(tmp_path / "fast")}
+    slow_ones = {m.facts["step"]: m.facts["state_sha256"] for m in manifests(tmp_path / "slow")}
     assert slow_ones[5] == fast[5], "its bytes are those of step 5, though 13 more were made meanwhile"
     assert slow_ones[23] == fast[23]
 
@@ -385,12 +385,12 @@ class Bigram(nn.Module):
 
 def test_a_users_own_model_trains_and_resumes(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    snapshots = Snapshots(tmp_path, "mine")
-    own = trainer(Bigram(), learning_rate=0.1, snapshots=snapshots, metrics=metrics)
+    ours = snapshots(tmp_path, "mine")
+    own = trainer(Bigram(), learning_rate=0.1, snapshots=ours, metrics=metrics)
     own.fit()
     losses = [row["train/loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if "train/loss" in row]
     assert losses[-1] < losses[0]
-    found = snapshots.newest()
+    found = ours.newest()
     assert found is not None
     again = trainer(Bigram())
     again.restore(found[1], found[0])

@@ -1,0 +1,236 @@
+"""Whose run this is, and who may write it: run.json names the run, the lease its one writer.
+
+Both lie beside the snapshots, run.json also in the run's folder. The lease is a small object that its holder writes
+anew every second or so (its beat). It needs no atomic create, which stores differ in: whoever writes looks again, and
+of two the higher (generation, nonce) stays.
+"""
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mingpt.storage import LocalStore, Store
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 2.0
+PATIENCE_SECONDS = 7.0  # without a beat, after which a holder counts as gone
+_LEASE, _RECORD = "lease.json", "run.json"
+
+
+class TakenOverError(RuntimeError):
+    """This writer is no longer the run's: a later start is."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's identity and the number of this formation of the world."""
+
+    run_id: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds the lease: a process (`started`: when, in kernel ticks), and what tells its rights from others."""
+
+    generation: int
+    nonce: str
+    machine: str
+    pid: int
+    started: int
+    beat: int = 0  # how often it was written
+
+    @property
+    def rights(self) -> tuple[int, str]:
+        """The greater of two holders' stays."""
+        return self.generation, self.nonce
+
+    def is_gone(self) -> bool:
+        """Whether it is a process of this machine that has ended; False where that cannot be known."""
+        return self.machine == _machine() and _started(self.pid) != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.machine.split()[0]}"
+
+
+class Lease:
+    """The right of one process, among all that may look, to write the snapshots in `store`.
+
+    `wait` for it, `take` it before the first write, `check` it before every one, `release` it at the end. `clock` and
+    `sleep` count in seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        generation: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._sleep = sleep
+        self._mine = Holder(generation, secrets.token_hex(8), _machine(), os.getpid(), _started(os.getpid()))
+        self._turn = threading.Lock()  # the beat's thread and the writer's
+        self._end = threading.Event()
+        self._lost: Holder | None = None
+
+    def wait(self) -> None:
+        """Waits until nobody has the lease: not at all where its holder has ended, else for `PATIENCE_SECONDS`.
+
+        Raises ValueError where it is in use: its beat was seen to advance.
+        """
+        theirs = read_holder(self._store)
+        if theirs is not None and not theirs.is_gone():
+            log.info("the lease of %s is %s's; looking whether it is alive", self._store.uri, theirs)
+            deadline = self._clock() + PATIENCE_SECONDS
+            while (now := read_holder(self._store)) == theirs and self._clock() < deadline and not theirs.is_gone():
+                self._sleep(BEAT_SECONDS / 4)
+            if now is not None and now != theirs:
+                raise ValueError(f"{self._store.uri} is in use by another start of this run ({now})")
+
+    def take(self) -> None:
+        """Takes the lease, and keeps it by a beat until `release`. Raises TakenOverError where another was faster."""
+        self._write()
+        self.check()
+        threading.Thread(target=self._beat, name="lease", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises TakenOverError where a later start took the lease; an earlier one's claim is overwritten."""
+        with self._turn:
+            theirs = read_holder(self._store)
+            if theirs is not None and theirs.rights > self._mine.rights:
+                self._lost = theirs
+            elif theirs is None or theirs.rights != self._mine.rights:
+                self._write()
+        self.raise_if_lost()
+
+    def raise_if_lost(self) -> None:
+        """`check` by what is known already, without a look at the store."""
+        if self._lost:
+            raise TakenOverError(
+                f"{self._store.uri} was taken over by a later start of this run ({self._lost}, generation "
+                f"{self._lost.generation}; this is {self._mine.generation}): the training stops here"
+            )
+
+    def release(self) -> None:
+        """Ends the beat, and gives the lease back if it is still ours."""
+        self._end.set()
+        with self._turn:
+            theirs = read_holder(self._store)
+            if theirs is not None and theirs.rights == self._mine.rights:
+                self._store.delete(_LEASE)
+
+    def _beat(self) -> None:
+        failed = False
+        while not self._end.wait(BEAT_SECONDS):
+            try:
+                self.check()
+                with self._turn:
+                    if not self._end.is_set():  # else it is given back already
+                        self._write()
+                failed = False
+            except TakenOverError:
+                return
+            except OSError as error:
+                if not failed:
+                    log.warning("the lease of %s is not renewed: %s", self._store.uri, error)
+                failed = True
+
+    def _write(self) -> None:
+        self._mine = Holder(**{**asdict(self._mine), "beat": self._mine.beat + 1})
+        self._store.put(_LEASE, [json.dumps(asdict(self._mine)).encode()])
+
+
+def read_holder(store: Store) -> Holder | None:
+    """Who holds the lease of the run whose snapshots `store` has."""
+    try:
+        return Holder(**json.loads(store.read(_LEASE)))
+    except (FileNotFoundError, ValueError, TypeError):  # none, or a damaged one, which nobody renews
+        return None
+
+
+def open_run(out_dir: Path, store: Store, generations: Iterable[tuple[str, int]]) -> Run:
+    """Finds which run lives in `out_dir` and `store` (its snapshots), or mints a new one; the next generation.
+
+    generations: the (run id, generation) of its snapshots. Writes nothing. Raises ValueError where the two belong
+    to different runs, OSError where they cannot be read.
+    """
+    records, damaged, snapshots = [], [], list(generations)
+    for place in (LocalStore(out_dir), store):
+        try:
+            records += [record] if (record := _read_record(place)) else []
+        except ValueError as error:
+            damaged.append(error)
+    ids = {record["run_id"] for record in records} or {run_id for run_id, _ in snapshots}
+    if damaged and not ids:
+        raise damaged[0]
+    for damage in damaged:
+        log.warning("going by what else tells of the run: %s", damage)
+    if len(ids) > 1:
+        raise ValueError(
+            f"{out_dir} and {store.uri} hold different runs ({', '.join(sorted(ids))}): give another --name, out_dir "
+            "or snapshot.uri"
+        )
+    run_id = ids.pop() if ids else secrets.token_hex(8)
+    known = [record["generation"] for record in records]
+    known += [generation for other, generation in snapshots if other == run_id]
+    if holder := read_holder(store):
+        known.append(holder.generation)
+    return Run(run_id, 1 + max(known, default=0))
+
+
+def record_run(run: Run, out_dir: Path, store: Store | None, facts: Mapping[str, object]) -> None:
+    """Writes `run.json` into `store`, then into `out_dir`, which is made."""
+    content = json.dumps({"run_id": run.run_id, "generation": run.generation, **facts}, indent=1).encode()
+    for place in (store, LocalStore(out_dir)):
+        if place:
+            place.put(_RECORD, [content])
+
+
+def _read_record(place: Store) -> dict[str, Any] | None:
+    try:
+        record = json.loads(place.read(_RECORD))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(
+            f"{place.uri}/{_RECORD} is damaged ({error}): restore it, or move the folder away to start over"
+        ) from error
+    if (
+        not isinstance(record, dict)
+        or not isinstance(record.get("run_id"), str)
+        or type(record.get("generation")) is not int
+    ):
+        raise ValueError(f"{place.uri}/{_RECORD} names no run: restore it, or move the folder away to start over")
+    return record
+
+
+def _machine() -> str:
+    """This host, since it was started, and the processes that see each other on it."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        if os.path.exists(path):
+            parts.append(os.readlink(path) if os.path.islink(path) else Path(path).read_text(encoding="ascii").strip())
+    return " ".join(parts)
+
+
+def _started(pid: int) -> int:
+    """When the process started, in the kernel's ticks, so that a later one of the same number is told apart.
+
+    0 where there is none, or a system without /proc does not tell.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])
