@@ -4,6 +4,8 @@ A `Store` is a folder, on a disk or wherever fsspec reaches (`s3://`, `gs://`, `
 the functions for single files: texts that are read from anywhere, and local ones that are written.
 """
 
+import copy
+import errno
 import fcntl
 import glob
 import io
@@ -14,26 +16,29 @@ import re
 import secrets
 import shutil
 import socket
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 log = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
+T = TypeVar("T")
 
 
-PIECE = 16 << 20  # bytes that go to a remote store, or come from it, at once
+PIECE = 16 << 20  # bytes that go to a remote store, or come from it, at once; S3 takes 10,000 pieces for one name
 
 
 def open_store(uri: str, patience: float = 60.0) -> "Store":
     """The folder at `uri`: a path, `file://`, or whatever fsspec knows. Nothing is looked at yet: see `Store.probe`.
 
-    A passing fault of a remote store is tried again for `patience` seconds. Raises ValueError where the URI is wrong,
-    or no driver for its scheme is known or installed.
+    A passing fault of a remote store (no connection, no answer, a server's own fault) is tried again for `patience`
+    seconds from its first time on. Raises ValueError where the URI is wrong, or no driver is known or installed for it.
     """
     return RemoteStore(uri, patience) if is_remote(uri) else LocalStore(local_path(uri))
 
@@ -84,11 +89,30 @@ class Store(ABC):
         """Where `name` lies on this machine, so that it can be memory-mapped; None in a remote store."""
 
     @abstractmethod
+    def _address(self) -> str:
+        """Who is to answer."""
+
     def probe(self) -> None:
-        """Makes the folder, and writes, reads and removes a small object, so that a run fails at its start if it must.
+        """Makes the folder; writes, lists, reads and removes a small object there, so that a run fails at its start.
 
         Takes 15 seconds at most. Raises OSError, ValueError: what is wrong and what to do, in one line.
         """
+        name, content = f".probe-{secrets.token_hex(4)}", b"mingpt"
+
+        def work() -> None:
+            self.names()  # first: there are servers that make a missing bucket when they are written to
+            self.put(name, [content])
+            try:
+                if self.read(name) != content:
+                    raise OSError(f"{self.uri} gives back other bytes than were written: check the disk or the server")
+            except OSError:
+                with suppress(OSError):
+                    self.delete(name)
+                raise
+            self.delete(name)
+
+        if not _within(15, work):
+            raise TimeoutError(f"{self.uri}: no answer from {self._address()} in 15 s: see whether it can be reached")
 
     def read(self, name: str) -> bytes:
         """All bytes of `name`."""
@@ -104,8 +128,9 @@ class LocalStore(Store):
         self.uri = str(folder)
 
     def put(self, name: str, chunks: Iterable[Bytes]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(self.path(name), chunks)
+        path = self.path(name)
+        _make_folder(self.folder)
+        replace_file(path, chunks)
 
     def open(self, name: str) -> BinaryIO:
         return open(self.path(name), "rb")
@@ -135,45 +160,89 @@ class LocalStore(Store):
         return self.folder / _checked(name)
 
     def probe(self) -> None:
-        self.put(_PROBE, [b"mingpt"])
-        self.delete(_PROBE)
+        try:
+            super().probe()
+        except OSError as error:
+            if error.errno is None:
+                raise
+            cure = {
+                errno.ENOSPC: "free some space",
+                errno.EDQUOT: "free some of your quota",
+                errno.EEXIST: "a file is in the way, remove it",
+                errno.ENOTDIR: "a file is in the way, remove it",
+            }.get(error.errno, "get the right to write there")
+            raise type(error)(f"{self.uri}: {error.strerror}: {cure}, or name another folder") from error
+
+    def _address(self) -> str:
+        return "the disk"
 
 
 class RemoteStore(Store):
-    """A folder in whatever fsspec reaches: a prefix of a bucket, in most."""
+    """A folder in whatever fsspec reaches: the names of a bucket that begin alike, in most."""
+
+    clock = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)
 
     def __init__(self, uri: str, patience: float) -> None:
-        self.uri = uri.rstrip("/")
-        self._filesystem, folder = _filesystem(uri)
+        shown = redact(uri)
+        self.uri = shown if shown.endswith("://") else shown.rstrip("/")
+        self._patience = patience
+        self._scheme = uri.partition("://")[0]
+        driver = _DRIVERS.get(self._scheme)
+        self._filesystem, folder = _filesystem(uri, **_OPTIONS[driver] if driver else {})
+        if driver == "s3fs":
+            self._filesystem.retries = 1
+        for name in (driver, "azure.identity") if driver else ():
+            logging.getLogger(name).setLevel(
+                logging.CRITICAL
+            )  # faults with their whole trace, which are raised as well
         self._folder = folder.rstrip("/")
+        if driver and self._folder[:1] in ("", "/"):
+            raise ValueError(f"{self.uri} names no bucket: {self._scheme}://BUCKET/FOLDER is wanted")
 
     def put(self, name: str, chunks: Iterable[Bytes]) -> None:
-        path = self._path(name)
+        path, place = self._path(name), self._place(name)
+        once = iter(chunks) is chunks  # to go through it again would find nothing, and publish that
+        if self._scheme in _DRIVERS:  # these show an object only once it is whole
+            self._again(lambda: self._upload(path, chunks, place), once)
+            return
         temporary = self._path(f".{name}.{secrets.token_hex(4)}.tmp")
-        with self._filesystem.open(temporary, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-        self._filesystem.mv(temporary, path)
+
+        def work() -> None:
+            with _told(place):
+                self._filesystem.makedirs(self._folder, exist_ok=True)
+            self._upload(temporary, chunks, place)
+            with _told(place):
+                self._filesystem.mv(temporary, path)
+
+        try:
+            self._again(work, once)
+        except BaseException:
+            with suppress(Exception):
+                self._filesystem.rm_file(temporary)
+            raise
 
     def open(self, name: str) -> BinaryIO:
-        return cast(BinaryIO, io.BytesIO(self._filesystem.cat_file(self._path(name))))
+        return cast(BinaryIO, io.BufferedReader(_Reader(self, name), PIECE))
 
     def size(self, name: str) -> int:
-        self._filesystem.invalidate_cache()
-        return int(self._filesystem.size(self._path(name)))
+        path = self._path(name)
+        return self._ask(name, lambda: int(self._info(path)["size"]))
 
     def names(self) -> list[str]:
-        self._filesystem.invalidate_cache()
-        try:
-            found = self._filesystem.ls(self._folder, detail=True)
-        except FileNotFoundError:
-            return []
-        names = [entry["name"].rsplit("/", 1)[1] for entry in found if entry["type"] != "directory"]
-        return sorted(name for name in names if name and name[0] != ".")
+        return self._ask("", self._list)
 
     def delete(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self._filesystem.rm_file(self._path(name))
+        path = self._path(name)
+
+        def work() -> None:
+            with suppress(FileNotFoundError):
+                self._filesystem.rm_file(path)
+            with suppress(FileNotFoundError):  # a server may say yes and do nothing: look again
+                self._info(path)
+                raise PermissionError("it was told to go and is still there")
+
+        self._ask(name, work)
 
     def remove_leftovers(self) -> None:
         pass
@@ -186,14 +255,225 @@ class RemoteStore(Store):
         return None
 
     def probe(self) -> None:
-        self.put(_PROBE, [b"mingpt"])
-        self.delete(_PROBE)
+        quick = copy.copy(self)
+        quick._patience = 5  # leaves the driver's own tries some of the 15 seconds
+        try:
+            Store.probe(quick)
+        finally:
+            quick._patience = 0  # for the thread that may be left behind
+
+    def fetch(self, name: str, start: int, end: int) -> bytes:
+        """The bytes [start, end) of `name`."""
+        path = self._path(name)
+        return self._ask(name, lambda: bytes(self._filesystem.cat_file(path, start=start, end=end)))
+
+    def _upload(self, path: str, chunks: Iterable[Bytes], place: str) -> None:
+        with _told(place):  # and not around all: what `chunks` raises is the caller's
+            file = self._filesystem.open(path, "wb", block_size=PIECE)
+        try:
+            for chunk in chunks:
+                view = memoryview(chunk).cast("B")
+                for start in range(0, len(view), PIECE):  # the file buffers what it is given: a piece, not the whole
+                    with _told(place):
+                        file.write(view[start : start + PIECE])
+            with _told(place):
+                file.close()
+        except BaseException:
+            # Closing it, as leaving a `with` or forgetting it does, would publish what was written so far.
+            with suppress(Exception):
+                file.closed = True
+                file.discard()
+            raise
+
+    def _list(self) -> list[str]:
+        self._filesystem.invalidate_cache()
+        try:
+            found = self._filesystem.ls(self._folder, detail=True)
+        except FileNotFoundError:
+            if self._scheme in _DRIVERS:  # no name begins so; or there is no bucket, and that is for the user to know
+                bucket = self._folder.partition("/")[0]
+                try:
+                    self._filesystem.info(bucket)
+                except FileNotFoundError:
+                    raise FileNotFoundError(f"there is no bucket {bucket}: make it, or correct the name") from None
+                except PermissionError:
+                    pass  # to list in it is not to ask about it
+            return []
+        paths = [entry["name"] for entry in found if entry["type"] != "directory"]
+        names = [path.rsplit("/", 1)[1] for path in paths if path.startswith(self._folder + "/")]
+        return sorted(name for name in names if name and name[0] != ".")
+
+    def _info(self, path: str) -> dict[str, Any]:
+        self._filesystem.invalidate_cache()
+        info = self._filesystem.info(path)
+        if info["type"] == "directory":
+            raise FileNotFoundError(path)
+        return cast(dict[str, Any], info)
 
     def _path(self, name: str) -> str:
         return f"{self._folder}/{_checked(name)}"
 
+    def _address(self) -> str:
+        for attribute in ("_s3.meta.endpoint_url", "_location", "service_client.url"):  # s3fs, gcsfs, adlfs
+            with suppress(AttributeError):
+                return redact(str(attrgetter(attribute)(self._filesystem)))
+        return f"the server of {self._scheme}://"
 
-_PROBE = ".mingpt-probe"
+    def _place(self, name: str) -> str:
+        return self.uri if name[:1] in ("", ".") else f"{self.uri}/{name}"
+
+    def _ask(self, name: str, work: Callable[[], T]) -> T:
+        """What `work`, which asks the driver about `name`, returns at last."""
+
+        def told() -> T:
+            with _told(self._place(name)):
+                return work()
+
+        return self._again(told)
+
+    def _again(self, work: Callable[[], T], once: bool = False) -> T:
+        """What `work` returns, which is done again after passing faults until `patience` is at its end, or `once`."""
+        deadline, pause = math.inf, 0.25
+        while True:
+            try:
+                return work()
+            except (ConnectionError, TimeoutError) as error:
+                first, deadline = deadline == math.inf, min(deadline, self.clock() + self._patience)
+                if once or self.clock() + pause > deadline:
+                    raise
+                if first:
+                    log.warning("%s; trying again for %g s", error, self._patience)
+                self.sleep(pause)
+                pause = min(2 * pause, 8)
+
+
+class _Reader(io.RawIOBase):
+    """The bytes of a name in a remote store, fetched in ranges: a fault costs one range again, not all."""
+
+    def __init__(self, store: RemoteStore, name: str) -> None:
+        self._store, self._name, self._size, self._at = store, name, store.size(name), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        end = min(self._at + len(view), self._at + PIECE, self._size)
+        if end <= self._at:
+            return 0
+        piece = self._store.fetch(self._name, self._at, end)
+        view[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
+
+    def readall(self) -> bytes:
+        return b"".join(iter(lambda: self.read(PIECE), b""))  # its own would ask for 8 KiB at a time
+
+
+def redact(text: str) -> str:
+    """`text` (a URI, or a message with some in it) without passwords, keys, tokens and the queries of URLs."""
+    text = re.sub(r"(://)[^/@\s]*:(?!\d+/)(?:[^/\s]*@|[^@\s]*@)", r"\1", text)
+    text = re.sub(r"(://[^\s?]*)\?[^\s\"'<>)]*", r"\1", text)
+    return _SECRET.sub(r"\1...", text)
+
+
+_SECRET = re.compile(
+    r"(?i)\b([\w-]*(?:signature|credential|token|secret|passw(?:or)?d|key(?:_?id)?|sig)[\"']?\s*[=:]\s*)[^\s&,;)]+"
+)
+
+
+@contextmanager
+def _told(uri: str) -> Iterator[None]:
+    """Turns whatever a driver raises into an OSError or a ValueError of one line: `uri`, what is wrong, the cure."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # drivers have their own kinds, and to name them is to import them
+        raise _translated(error, redact(uri)) from None  # their chains quote keys and signed queries
+
+
+def _translated(error: Exception, uri: str) -> OSError | ValueError:
+    chain: list[Any] = [error]
+    while (link := chain[-1].__cause__ or chain[-1].__context__) and link not in chain:
+        chain.append(link)
+    kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
+    replies = [link.response for link in chain if isinstance(getattr(link, "response", None), dict)]  # botocore's
+    said = {str(getattr(link, key, None)) for link in chain for key in ("status", "status_code", "code", "error_code")}
+    said |= {str(reply.get("Error", {}).get("Code")) for reply in replies}
+    said |= {str(reply.get("ResponseMetadata", {}).get("HTTPStatusCode")) for reply in replies}
+    text = " ".join(redact(str(error)).split()) or type(error).__name__
+    text = text if len(text) <= 300 else text[:300] + "..."
+    scheme = uri.partition("://")[0]
+    cure = _CURES.get(_DRIVERS.get(scheme, ""), "see what the driver's documentation says of credentials")
+    if kinds & _NO_CREDENTIALS:
+        return PermissionError(f"{uri}: no credentials were found ({text}): {cure}")
+    if "NoSuchUpload" in said:
+        return ConnectionError(f"{uri}: the server has forgotten the parts that it was sent ({text})")
+    if said & {"401", "403"} or "PermissionError" in kinds or text.startswith("Forbidden"):
+        return PermissionError(f"{uri}: no right, or a wrong key ({text}): get the right there, or {cure}")
+    if said & {"NoSuchBucket", "ContainerNotFound"}:
+        return FileNotFoundError(f"{uri}: there is no such bucket ({text}): make it, or correct its name")
+    if "404" in said or "FileNotFoundError" in kinds:
+        return FileNotFoundError(f"{uri} does not exist" + f" ({text})" * (text.strip("/") not in uri))
+    if kinds & _TIMEOUTS:
+        return TimeoutError(f"{uri}: no answer in time ({text}): see whether the server is up, and the way to it")
+    if kinds & _CONNECTIONS or any(re.fullmatch(r"5\d\d|429|408", status) for status in said):
+        return ConnectionError(
+            f"{uri}: the server cannot serve this now ({text}): see whether it is up and can be reached"
+        )
+    if "ImportError" in kinds:
+        driver = _DRIVERS.get(scheme)
+        return ValueError(f"{uri}: {text}" + f": python -m pip install {driver}" * bool(driver))
+    if "NotImplementedError" in kinds:
+        return ValueError(f"{uri}: this kind of store cannot do that ({text}): name another")
+    if kinds & {"ValueError", "TypeError", "ParamValidationError"} or "InvalidBucketName" in said:
+        return ValueError(f"{uri}: {text}")
+    return OSError(f"{uri}: {text}")
+
+
+# How to give a driver credentials.
+_CURES = {
+    "s3fs": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (AWS_ENDPOINT_URL if not at Amazon)",
+    "gcsfs": "set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run `gcloud auth application-default login`",
+    "adlfs": "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+# Names of exceptions (of any in the chain, or a base) in botocore, aiohttp, requests, google.auth and azure.
+_NO_CREDENTIALS = {
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "SSOError",
+    "GoogleAuthError", "ClientAuthenticationError",
+}  # fmt: skip
+_TIMEOUTS = {"TimeoutError", "ConnectTimeoutError", "ReadTimeoutError", "Timeout"}
+_CONNECTIONS = {
+    "ConnectionError", "EndpointConnectionError", "ConnectionClosedError", "HTTPClientError", "ClientConnectionError",
+    "ClientPayloadError", "ServiceRequestError", "ServiceResponseError", "IncompleteReadError", "gaierror",
+}  # fmt: skip
+
+
+def _within(seconds: float, work: Callable[[], None]) -> bool:
+    """Does `work` in a thread, left behind when it takes longer, as a driver's own tries may; whether it was in time.
+
+    Raises what `work` raises.
+    """
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  # raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failures:
+        raise failures[0]
+    return not thread.is_alive()
 
 
 def _checked(name: str) -> str:
@@ -223,7 +503,8 @@ def open_read(uri: str) -> BinaryIO:
     if not is_remote(uri):
         return open(local_path(uri), "rb")
     filesystem, path = _filesystem(uri)
-    return cast(BinaryIO, filesystem.open(path, "rb"))
+    with _told(uri):
+        return cast(BinaryIO, filesystem.open(path, "rb"))
 
 
 def read_bytes(uri: str) -> bytes:
@@ -238,7 +519,8 @@ def identity(uri: str) -> str:
         stat = local_path(uri).stat()
         return f"{stat.st_size}-{stat.st_mtime_ns}"
     filesystem, path = _filesystem(uri)
-    return str(filesystem.ukey(path))
+    with _told(uri):
+        return str(filesystem.ukey(path))
 
 
 def is_folder(uri: str) -> bool:
@@ -248,10 +530,9 @@ def is_folder(uri: str) -> bool:
     if uri.startswith(("http://", "https://")):
         return uri.endswith("/")
     filesystem, path = _filesystem(uri)
-    try:
+    with suppress(PermissionError), _told(uri):  # what may be read and not listed
         return bool(filesystem.isdir(path))
-    except PermissionError:  # what may be read and not listed
-        return False
+    return False
 
 
 def find_files(uri: str) -> list[str]:
@@ -278,7 +559,8 @@ def size(uri: str) -> int:
     if not is_remote(uri):
         return local_path(uri).stat().st_size
     filesystem, path = _filesystem(uri)
-    return int(filesystem.size(path) or 0)
+    with _told(uri):
+        return int(filesystem.size(path) or 0)
 
 
 def replace_file(path: Path, chunks: Iterable[Bytes]) -> None:
@@ -350,10 +632,35 @@ def remove_leftovers(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def _filesystem(uri: str) -> tuple[Any, str]:
-    import fsspec  # type: ignore[import-untyped]  # 0.1 s that a local run need not pay
+# What bounds the drivers' own tries in a store: its patience goes on from there.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3fs": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 15, "retries": {"total_max_attempts": 1}}},
+    "gcsfs": {"requests_timeout": 60},
+    "adlfs": {"connection_timeout": 5, "read_timeout": 30},
+}
+_DRIVERS = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+}
 
-    try:
-        return cast(tuple[Any, str], fsspec.url_to_fs(uri))
-    except ImportError as error:
-        raise ValueError(f"cannot read {uri}: {error}; install that, or copy the file to this machine") from error
+
+def _filesystem(uri: str, **options: object) -> tuple[Any, str]:
+    with _told(uri):
+        import fsspec  # type: ignore[import-untyped]  # 0.1 s that a local run need not pay
+
+        filesystem, path = fsspec.url_to_fs(uri, **options)
+        return filesystem, str(path)
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes `folder` and those above it, durably."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        with suppress(PermissionError):  # what may be passed through and not read cannot be synced
+            sync_folder(folder.parent)
