@@ -4,12 +4,14 @@ A snapshot is `step-<9 digits>-g<generation>-<8 hex>.safetensors`, an image, and
 is written last: no manifest, no snapshot. `python -m mingpt.snapshot ls|verify|prune URI` looks after them.
 """
 
+import argparse
 import hashlib
 import json
 import logging
 import math
 import re
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -120,7 +122,7 @@ class Snapshots:
             self.store.delete(manifest.image_name)
             raise OSError(f"{error}: check the disk") from error
         self._check()  # the upload may have taken long
-        self.store.put(stem + _MANIFEST, [json.dumps(content, indent=1).encode()])
+        self.store.put(stem + _MANIFEST, [json.dumps(content | {"check": _check_of(content)}, indent=1).encode()])
         try:
             self.prune(manifest)
         except OSError as error:
@@ -254,6 +256,8 @@ def read_manifests(store: Store) -> list[Manifest]:
             wanted = {"run_id": str, "step": int, "generation": int, "size": int, "sha256": str}
             if not all(isinstance(facts[key], kind) for key, kind in wanted.items()):
                 raise TypeError("a field has the wrong type")
+            if facts.pop("check") != _check_of(facts):
+                raise ValueError("its check differs")
         except FileNotFoundError:
             continue  # pruned since it was listed
         except (ValueError, TypeError, KeyError) as error:
@@ -261,6 +265,11 @@ def read_manifests(store: Store) -> list[Manifest]:
             continue
         manifests.append(Manifest(store, stem, facts))
     return sorted(manifests, key=lambda manifest: manifest.order, reverse=True)
+
+
+def _check_of(facts: Mapping[str, object]) -> str:
+    """sha256 (hex) of a manifest's facts, so that no flipped bit in it goes unnoticed."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _stems(store: Store, suffix: str) -> list[str]:
@@ -390,3 +399,78 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     buffers = dict(model.named_buffers())
     names = [name for name in model.state_dict() if name in parameters or name in buffers]
     return {name: parameters[name] if name in parameters else buffers[name] for name in names}
+
+
+# The command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m mingpt.snapshot`: what is in a store, whether it is valid, and what need not be kept."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    parser = argparse.ArgumentParser("python -m mingpt.snapshot", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("command", choices=["ls", "verify", "prune"], help="list; read every byte; remove older ones")
+    parser.add_argument("uri", help="a run's folder or a folder of snapshots, local or not")
+    parser.add_argument("--keep-last", type=int, default=2, metavar="N", help="for prune (%(default)s)")
+    parser.add_argument(
+        "--keep-interval", type=int, default=0, metavar="N", help="for prune: multiples of N steps stay"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.keep_last < 1 or arguments.keep_interval < 0:
+        parser.error("--keep-last: give 1 or more; --keep-interval: give 0 or more")
+    try:
+        store, manifests = _manifests_at(arguments.uri)
+        if arguments.command == "prune":
+            _prune_by_hand(store, manifests, arguments.keep_last, arguments.keep_interval)
+            manifests = read_manifests(store)
+        invalid = _show(manifests, arguments.command == "verify")
+        return 1 if invalid else 0
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, ValueError) as error:
+        print(f"mingpt.snapshot: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
+
+
+def _manifests_at(uri: str) -> tuple[Store, list[Manifest]]:
+    """What `uri` or its folder `snapshots` holds; raises FileNotFoundError where that is nothing."""
+    for place in (f"{uri.rstrip('/')}/snapshots", uri):
+        store = open_store(place)
+        if manifests := read_manifests(store):
+            return store, manifests
+    raise FileNotFoundError(f"no snapshot is in {uri}: name a run's folder or a snapshot folder")
+
+
+def _show(manifests: Sequence[Manifest], thoroughly: bool) -> int:
+    """Prints a table; how many are not valid, by their size or, `thoroughly`, by all their bytes."""
+    print(f"{'step':>9} {'generation':>10} {'age':>8} {'MB':>10} {'val loss':>8} {'workers':>7}  valid")
+    invalid = 0
+    for manifest in manifests:
+        facts, why = manifest.facts, ""
+        try:
+            size = manifest.store.size(manifest.image_name)
+            if thoroughly:
+                read_verified(manifest)
+            elif size != facts["size"]:
+                raise ValueError(f"it has {size} bytes instead of {facts['size']}")
+        except (OSError, ValueError) as error:
+            why = f"no: {error}"
+            invalid += 1
+        hours = (time.time() - facts.get("time", math.nan)) / 3600
+        loss = "-" if facts.get("val_loss") is None else f"{facts['val_loss']:.4f}"
+        print(
+            f"{facts['step']:>9} {facts['generation']:>10} {hours:>7.1f}h {facts['size'] / 1e6:>10,.1f} {loss:>8} "
+            f"{facts.get('world_size', '-'):>7}  {why or ('yes' if thoroughly else 'by its size')}  {manifest.stem}"
+        )
+    return invalid
+
+
+def _prune_by_hand(store: Store, manifests: Sequence[Manifest], keep_last: int, keep_interval: int) -> None:
+    Lease(store, generation=0).wait()  # a writer that is alive prunes for itself
+    for run_id in {manifest.facts["run_id"] for manifest in manifests}:
+        newest = newest_valid([m for m in manifests if m.facts["run_id"] == run_id], store)
+        if newest:
+            Snapshots(store, run_id, keep_last, keep_interval).prune(newest[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

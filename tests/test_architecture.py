@@ -40,7 +40,7 @@ IMPORTS: dict[str, set[str]] = {
 }  # fmt: skip
 IMPORTS["train_gpt"] = set(IMPORTS)  # train_gpt.py puts everything together
 
-COMMANDS = {"train_gpt", "sample", "prepare", "interop"}  # they may print
+COMMANDS = {"train_gpt", "sample", "snapshot", "prepare", "interop"}  # they may print
 ENVIRONMENT = {"distributed", "launch"}  # they may read and set environment variables
 UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 

@@ -37,9 +37,7 @@ def test_a_run_ends_by_naming_everything_and_running_it_again_says_so(runs: Runs
         assert needed in output
     assert [row["step"] for row in runs.rows() if "val/loss" in row] == [0, 20, 40]
     assert len([row for row in runs.rows() if row["step"] == 20]) == 1, "the last row of a step wins: one holds all"
-    assert {"run.json", "config.yaml", "metrics.jsonl", "snapshots"} == set(
-        os.listdir(runs.folder / "runs/small")
-    )
+    assert {"run.json", "config.yaml", "metrics.jsonl", "snapshots"} == set(os.listdir(runs.folder / "runs/small"))
 
     again = runs()
     assert "finished already: 40 of 40" in again

@@ -15,7 +15,7 @@ from mingpt.image import encode
 from mingpt.lease import Run, record_run
 from mingpt.model import GPT, GPTConfig
 from mingpt.resume import changes_on_resume
-from mingpt.snapshot import find_image, find_run, load_snapshot, load_weights, model_tensors
+from mingpt.snapshot import _check_of, find_image, find_run, load_snapshot, load_weights, model_tensors
 from mingpt.storage import open_store
 from mingpt.tokenizer import CharTokenizer
 
@@ -337,7 +337,6 @@ def test_content_cannot_point_out_of_the_folder(tmp_path: Path) -> None:
     folder.mkdir()
     save(folder, 1)
     manifest = manifests(folder)[0]
-    manifest_file(manifest).write_text(
-        json.dumps(manifest.facts | {"image": "../../etc/passwd", "name": "/etc/passwd"})
-    )
+    facts = manifest.facts | {"image": "../../etc/passwd", "name": "/etc/passwd"}
+    manifest_file(manifest).write_text(json.dumps(facts | {"check": _check_of(facts)}))
     assert image_file(manifests(folder)[0]).parent == folder
