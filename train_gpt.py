@@ -36,7 +36,7 @@ from mingpt.lease import Run, TakenOverError, record_run
 from mingpt.model import GPT, GPTConfig, check_causal
 from mingpt.resume import changes_on_resume
 from mingpt.snapshot import Manifest, Snapshots, find_run
-from mingpt.storage import open_store
+from mingpt.storage import open_store, redact
 from mingpt.tokenizer import CharTokenizer, tokenizer_from_dict
 from mingpt.tokens import TokenFile
 from mingpt.trainer import Trainer
@@ -79,7 +79,9 @@ def train(argv: Sequence[str]) -> int:
     check_size(shape, grid, max_steps, world)
     model = GPT(shape).to(world.device)
     self_check(model, grid, corpus.tokens[n_train:], max_steps, config)
-    description = flatten(config) | {f"model.{key}": value for key, value in config.model.shape.items()}
+    # As it is written down, and compared with what was: no password of a URI goes into any file.
+    description = {key: redact(value) if isinstance(value, str) else value for key, value in flatten(config).items()}
+    description |= {f"model.{key}": value for key, value in config.model.shape.items()}
     description |= {
         "dtype": str(dtype).removeprefix("torch."),
         "train.num_threads": threads,
@@ -260,7 +262,7 @@ def open_books(
             snapshots.store.probe()
             snapshots.claim(run, out_dir, {"name": config.name, "config": description})
             storage.remove_leftovers(out_dir)
-            storage.replace_file(out_dir / "config.yaml", [to_yaml(config).encode()])
+            storage.replace_file(out_dir / "config.yaml", [redact(to_yaml(config)).encode()])
         except OSError as error:
             raise OSError(f"{told(error)}; see to it, or give another out_dir or snapshot.uri") from error
 
@@ -365,7 +367,7 @@ def show_start(
     for key, (then, now) in changes.items():
         log.info("changed since the last start: %s was %s, is %s now", key, then, now)
     verb = "going on" if trainer.step else "starting"
-    log.info("%s at step %d of %d; snapshots in %s", verb, trainer.step, trainer.max_steps, config.snapshot_uri)
+    log.info("%s at step %d of %d; snapshots in %s", verb, trainer.step, trainer.max_steps, redact(config.snapshot_uri))
 
 
 def show_result(config: Config, manifest: Manifest) -> None:
@@ -374,7 +376,7 @@ def show_result(config: Config, manifest: Manifest) -> None:
     log.info("state_sha256    %s", manifest.facts["state_sha256"])
     log.info("snapshot        %s", manifest.image_uri)
     log.info("metrics         %s", config.run_dir / "metrics.jsonl")
-    place = config.snapshot.uri or str(config.run_dir)
+    place = redact(config.snapshot.uri or str(config.run_dir))
     log.info("sample from it  python -m mingpt.sample %s", shlex.quote(place))
 
 

@@ -30,7 +30,6 @@ Positive = Annotated[float, "above 0, at most 1e9"]
 Fraction = Annotated[float, "at least 0 and below 1"]
 Text = Annotated[str, "not empty"]
 Folder = Annotated[str, "a local folder's path"]
-LocalUri = Annotated[str, "a local folder's path or file:// URI, no remote one"]
 _LIMITS: dict[str, Callable[[Any], bool]] = {  # NaN and infinity pass none of them; a product of two fits in 64 bits
     "from 0 to 2**31 - 1": lambda value: 0 <= value < 2**31,
     "from 1 to 2**31 - 1": lambda value: 1 <= value < 2**31,
@@ -42,9 +41,6 @@ _LIMITS: dict[str, Callable[[Any], bool]] = {  # NaN and infinity pass none of t
     "from 0 to 2**63 - 1": lambda value: 0 <= value < 2**63,
     "not empty": lambda value: value != "",
     "a local folder's path": lambda value: value != "" and "://" not in value,
-    "a local folder's path or file:// URI, no remote one": lambda value: (
-        value != "" and "://" not in value.removeprefix("file://")
-    ),
     "auto, cpu, cuda, cuda:N or mps": lambda value: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", value)),
     "a folder's name, a path goes to out_dir": lambda value: bool(re.fullmatch(r"(?!\.\.?$)[^/\\\x00-\x1f]+", value)),
 }
@@ -115,7 +111,9 @@ class TrainSection:
 class SnapshotSection:
     """What is kept, where, and how a run goes on."""
 
-    uri: LocalUri | None = None  # folder of the snapshots; null = <out_dir>/snapshots
+    uri: Text | None = (
+        None  # folder of the snapshots, a path or a URI (s3://, gs://, az:// ...); null = <out_dir>/snapshots
+    )
     save_interval: Count = 250  # optimizer steps between snapshots; 0 = only at the end
     save_interval_seconds: Amount = 0.0  # seconds between snapshots, beside save_interval; 0 = off
     keep_last: Size = 2  # newest snapshots kept, older ones are deleted
