@@ -111,9 +111,7 @@ class TrainSection:
 class SnapshotSection:
     """What is kept, where, and how a run goes on."""
 
-    uri: Text | None = (
-        None  # folder of the snapshots, a path or a URI (s3://, gs://, az:// ...); null = <out_dir>/snapshots
-    )
+    uri: Text | None = None  # folder of the snapshots: a path, or a URI as s3://bucket/run; null = <out_dir>/snapshots
     save_interval: Count = 250  # optimizer steps between snapshots; 0 = only at the end
     save_interval_seconds: Amount = 0.0  # seconds between snapshots, beside save_interval; 0 = off
     keep_last: Size = 2  # newest snapshots kept, older ones are deleted
