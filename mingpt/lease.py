@@ -123,12 +123,15 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Ends the beat, and gives the lease back if it is still ours."""
+        """Ends the beat, and gives the lease back if it is still ours; if that fails, the next start waits a little."""
         self._end.set()
-        with self._turn:
-            theirs = read_holder(self._store)
-            if theirs is not None and theirs.rights == self._mine.rights:
-                self._store.delete(_LEASE)
+        try:
+            with self._turn:
+                theirs = read_holder(self._store)
+                if theirs is not None and theirs.rights == self._mine.rights:
+                    self._store.delete(_LEASE)
+        except OSError as error:
+            log.warning("the lease of %s is not given back: %s", self._store.uri, error)
 
     def _beat(self) -> None:
         failed = False
