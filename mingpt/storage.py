@@ -21,6 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -85,8 +86,8 @@ class Store(ABC):
         """Where `name` lies on this machine, so that it can be memory-mapped; None in a remote store."""
 
     @abstractmethod
-    def _address(self) -> str:
-        """Who is to answer."""
+    def _late(self) -> str:
+        """Why `probe` may have taken too long, and what to do."""
 
     def probe(self) -> None:
         """Makes the folder; writes, lists, reads and removes a small object there, so that a run fails at its start.
@@ -108,7 +109,7 @@ class Store(ABC):
             self.delete(name)
 
         if not _within(15, work):
-            raise TimeoutError(f"{self.uri}: no answer from {self._address()} in 15 s: see whether it can be reached")
+            raise TimeoutError(f"{self.uri}: after 15 s {self._late()}")
 
     def read(self, name: str) -> bytes:
         """All bytes of `name`."""
@@ -166,8 +167,8 @@ class LocalStore(Store):
             }.get(error.errno, "get the right to write there")
             raise type(error)(f"{self.uri}: {error.strerror}: {cure}, or name another folder") from error
 
-    def _address(self) -> str:
-        return "the disk"
+    def _late(self) -> str:
+        return "the disk gives no answer: see whether its server is up, or name another folder"
 
 
 class RemoteStore(Store):
@@ -181,17 +182,26 @@ class RemoteStore(Store):
         self.uri = shown if shown.endswith("://") else shown.rstrip("/")
         self._patience = patience
         self._scheme = uri.partition("://")[0]
-        driver = _DRIVERS.get(self._scheme)
-        self._filesystem, folder = _filesystem(uri, **_OPTIONS[driver] if driver else {})
-        if driver == "s3fs":
-            self._filesystem.retries = 1
+        self._uri, driver = uri, _DRIVERS.get(self._scheme)
+        with _told(uri):
+            import fsspec  # type: ignore[import-untyped]  # 0.1 s that a local run need not pay
+
+            self._folder = str(fsspec.get_filesystem_class(self._scheme)._strip_protocol(uri)).rstrip("/")
+        if driver and self._folder[:1] in ("", "/"):
+            raise ValueError(f"{self.uri} names no bucket: {self._scheme}://BUCKET/FOLDER is wanted")
+
+    @cached_property
+    def _filesystem(self) -> Any:
+        """The driver, made when it is first asked: to look for credentials can take some ten seconds."""
+        driver = _DRIVERS.get(self._scheme, "")
         for name in (driver, "azure.identity") if driver else ():
             logging.getLogger(name).setLevel(
                 logging.CRITICAL
             )  # faults with their whole trace, which are raised as well
-        self._folder = folder.rstrip("/")
-        if driver and self._folder[:1] in ("", "/"):
-            raise ValueError(f"{self.uri} names no bucket: {self._scheme}://BUCKET/FOLDER is wanted")
+        filesystem, _ = _filesystem(self._uri, **_OPTIONS.get(driver, {}))
+        if driver == "s3fs":
+            filesystem.retries = 1
+        return filesystem
 
     def put(self, name: str, chunks: Iterable[Bytes]) -> None:
         path, place = self._path(name), self._place(name)
@@ -285,7 +295,7 @@ class RemoteStore(Store):
                 try:
                     self._filesystem.info(bucket)
                 except FileNotFoundError:
-                    raise FileNotFoundError(f"there is no bucket {bucket}: make it, or correct the name") from None
+                    raise FileNotFoundError("there is no such bucket: make it, or correct the name") from None
                 except PermissionError:
                     pass  # to list in it is not to ask about it
             return []
@@ -303,11 +313,13 @@ class RemoteStore(Store):
     def _path(self, name: str) -> str:
         return f"{self._folder}/{_checked(name)}"
 
-    def _address(self) -> str:
+    def _late(self) -> str:
+        driver = self.__dict__.get("_filesystem")
         for attribute in ("_s3.meta.endpoint_url", "_location", "service_client.url"):  # s3fs, gcsfs, adlfs
             with suppress(AttributeError):
-                return redact(str(attrgetter(attribute)(self._filesystem)))
-        return f"the server of {self._scheme}://"
+                address = redact(str(attrgetter(attribute)(driver)))
+                return f"no answer from {address}: see whether it is up and can be reached"
+        return f"the driver is still looking for credentials: {_cure(self._scheme)}"
 
     def _place(self, name: str) -> str:
         return self.uri if name[:1] in ("", ".") else f"{self.uri}/{name}"
@@ -390,27 +402,26 @@ def _told(uri: str) -> Iterator[None]:
 
 def _translated(error: Exception, uri: str) -> OSError | ValueError:
     chain: list[Any] = [error]
-    while (link := chain[-1].__cause__ or chain[-1].__context__) and link not in chain:
+    while link := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
         chain.append(link)
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
     replies = [link.response for link in chain if isinstance(getattr(link, "response", None), dict)]  # botocore's
     said = {str(getattr(link, key, None)) for link in chain for key in ("status", "status_code", "code", "error_code")}
     said |= {str(reply.get("Error", {}).get("Code")) for reply in replies}
     said |= {str(reply.get("ResponseMetadata", {}).get("HTTPStatusCode")) for reply in replies}
-    text = " ".join(redact(str(error)).split()) or type(error).__name__
+    text = " ".join(redact(str(error)).partition("RequestId:")[0].split()) or type(error).__name__
     text = text if len(text) <= 300 else text[:300] + "..."
     scheme = uri.partition("://")[0]
-    cure = _CURES.get(_DRIVERS.get(scheme, ""), "see what the driver's documentation says of credentials")
     if kinds & _NO_CREDENTIALS:
-        return PermissionError(f"{uri}: no credentials were found ({text}): {cure}")
+        return PermissionError(f"{uri}: no credentials were found ({text}): {_cure(scheme)}")
     if "NoSuchUpload" in said:
         return ConnectionError(f"{uri}: the server has forgotten the parts that it was sent ({text})")
     if said & {"401", "403"} or "PermissionError" in kinds or text.startswith("Forbidden"):
-        return PermissionError(f"{uri}: no right, or a wrong key ({text}): get the right there, or {cure}")
+        return PermissionError(f"{uri}: no right, or a wrong key ({text}): get the right there, or {_cure(scheme)}")
     if said & {"NoSuchBucket", "ContainerNotFound"}:
-        return FileNotFoundError(f"{uri}: there is no such bucket ({text}): make it, or correct its name")
+        return FileNotFoundError(f"{uri}: there is no such bucket: make it, or correct the name")
     if "404" in said or "FileNotFoundError" in kinds:
-        return FileNotFoundError(f"{uri} does not exist" + f" ({text})" * (text.strip("/") not in uri))
+        return FileNotFoundError(f"{uri} does not exist" + f": {text}" * ("bucket" in text))
     if kinds & _TIMEOUTS:
         return TimeoutError(f"{uri}: no answer in time ({text}): see whether the server is up, and the way to it")
     if kinds & _CONNECTIONS or any(re.fullmatch(r"5\d\d|429|408", status) for status in said):
@@ -423,8 +434,12 @@ def _translated(error: Exception, uri: str) -> OSError | ValueError:
     if "NotImplementedError" in kinds:
         return ValueError(f"{uri}: this kind of store cannot do that ({text}): name another")
     if kinds & {"ValueError", "TypeError", "ParamValidationError"} or "InvalidBucketName" in said:
-        return ValueError(f"{uri}: {text}")
+        return ValueError(f"{uri}: {text}" + f": {_cure(scheme)}" * ("unable to connect" in text))  # adlfs
     return OSError(f"{uri}: {text}")
+
+
+def _cure(scheme: str) -> str:
+    return _CURES.get(_DRIVERS.get(scheme, ""), "see what its driver's documentation says of credentials")
 
 
 # How to give a driver credentials.
@@ -641,7 +656,7 @@ _DRIVERS = {
 
 def _filesystem(uri: str, **options: object) -> tuple[Any, str]:
     with _told(uri):
-        import fsspec  # type: ignore[import-untyped]  # 0.1 s that a local run need not pay
+        import fsspec
 
         filesystem, path = fsspec.url_to_fs(uri, **options)
         return filesystem, str(path)
