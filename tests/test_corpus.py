@@ -25,7 +25,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import train_gpt
 from mingpt import corpus, storage, tokens
+from mingpt.config import Config, DataSection
 from mingpt.corpus import open_corpus
 from mingpt.data import Batches, Validation
 from mingpt.grid import Grid
@@ -300,6 +302,20 @@ def test_a_prepared_folder_is_one_stream_with_its_own_split(folder_here: Path) -
     assert open_corpus(str(folder_here / "index.json"), "char").fingerprint == corpus.fingerprint
     write_folder(folder_here, [0, 1, 2, 3], [])
     assert open_corpus(str(folder_here), "char").split(0.5) == 2, "without validation of its own, as the config says"
+
+
+def test_a_prepared_folder_is_not_taken_for_something_else(folder_here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    corpus = open_corpus(str(folder_here), "gpt2")
+    with pytest.raises(
+        ValueError, match=r"data\.tokenizer=gpt2, but .*prepared was prepared with char: give --data\.t"
+    ):
+        train_gpt.check_tokens(Config(data=DataSection(tokenizer="gpt2")), corpus)
+    train_gpt.check_tokens(Config(), corpus)
+    assert not caplog.messages
+    train_gpt.check_tokens(Config(data=DataSection(val_fraction=0.2, vocab_size=300)), corpus)
+    assert [re.findall(r"data\.\w+", message)[0] for message in caplog.messages] == [
+        "data.val_fraction", "data.vocab_size"
+    ]  # fmt: skip
 
 
 def test_batches_come_out_of_shards_as_out_of_an_array(folder_here: Path) -> None:
