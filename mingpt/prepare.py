@@ -54,7 +54,7 @@ _CHUNK = 1 << 22  # bytes read at once
 _PACKED = 1 << 10  # bytes of zstd read at once: they may unpack to 30,000 times as many
 _LONG = 1 << 20  # bytes of a line, and of a string in it, from which on it is not unescaped as a whole
 _BESIDE = 1 << 24  # bytes that a line may have beside its long strings: as objects they take ten times as many
-_AHEAD = 256  # pieces handed out: more only take time to look after
+_AHEAD = 256  # batches handed out: more only take time to look after
 _TELL = 5.0  # seconds between two lines of progress
 _NAMED = 10  # rejected inputs told one by one
 _WORD_END = re.compile(rb"[^\s](?=[ \t\r\n])")
@@ -114,6 +114,9 @@ class Piece:
         return (self.uri.partition("?")[0] if storage.is_remote(self.uri) else self.uri).lower()
 
 
+Batch = tuple[Piece, ...]  # what a worker does at once: a piece, or several small ones
+
+
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
@@ -147,14 +150,15 @@ def prepare(sources: Sequence[str], out: Path, settings: Settings, workers: int)
 def _make(files: Sequence[str], plan: str, out: Path, settings: Settings, workers: int) -> None:
     work = out / ".work"
     pieces = list(plan_pieces(files))
+    batches = list(in_batches(pieces))
     np.memmap(work / "progress", np.int64, "w+", shape=len(pieces) or 1).flush()
     with _pool(workers) as pool:
         if not (work / "tokenizer.json").exists():
-            learned = _learn(pool, pieces, settings, work)
+            learned = _learn(pool, batches, settings, work)
             storage.replace_file(work / "tokenizer.json", [json.dumps(learned.to_dict()).encode()])
-        missing = [piece for piece in pieces if not _record(work, piece).exists()]
-        if len(missing) < len(pieces):
-            tell(f"going on: {len(pieces) - len(missing)} of {len(pieces)} pieces are there")
+        missing = [batch for batch in batches if not _record(work, batch).exists()]
+        if len(missing) < len(batches):
+            tell(f"going on: {len(batches) - len(missing)} of {len(batches)} parts are there")
         for _ in _each(pool, "encoding", missing, encode, settings, work):
             pass  # what it did is in its record
     for file, identity in json.loads(plan)[-1]:
@@ -162,8 +166,8 @@ def _make(files: Sequence[str], plan: str, out: Path, settings: Settings, worker
             raise OSError(f"{file} changed while it was read; start again when it is complete")
     total: Counter[str] = Counter()
     named = 0
-    for piece in pieces:
-        counts, problems = json.loads(_record(work, piece).read_bytes())
+    for batch in batches:
+        counts, problems = json.loads(_record(work, batch).read_bytes())
         total.update(counts)
         for problem in problems[: _NAMED - named]:
             tell(f"left out: {problem}")
@@ -174,11 +178,12 @@ def _make(files: Sequence[str], plan: str, out: Path, settings: Settings, worker
         "documents": total["documents"],
         "rejected": total["rejected"],
     }
-    _join(pieces, out, settings, total, facts)
+    _join(batches, out, settings, total, facts)
 
 
-def _learn(pool: ProcessPoolExecutor, pieces: Sequence[Piece], settings: Settings, work: Path) -> Tokenizer:
+def _learn(pool: ProcessPoolExecutor, batches: Sequence[Batch], settings: Settings, work: Path) -> Tokenizer:
     """The tokenizer: of all characters, or of the same share of every piece."""
+    pieces = [piece for batch in batches for piece in batch]
     if settings.tokenizer != "gpt2" and any(piece.format == "ids" for piece in pieces):
         raise ValueError(f"--tokenizer={settings.tokenizer} cannot be learned from ids in a .bin; give gpt2")
 
@@ -192,20 +197,20 @@ def _learn(pool: ProcessPoolExecutor, pieces: Sequence[Piece], settings: Setting
                     break
 
     if settings.tokenizer == "char":
-        found = symbols(_each(pool, "reading", pieces, symbols_of, settings, work))
+        found = symbols(_each(pool, "reading", batches, symbols_of, settings, work))
         if not found:
             raise ValueError("the sources have no text")
         return CharTokenizer(found)
     return corpus.make_tokenizer(settings.tokenizer, settings.vocab_size, texts())
 
 
-def _join(pieces: Sequence[Piece], out: Path, settings: Settings, total: Counter[str], facts: dict[str, Any]) -> None:
+def _join(batches: Sequence[Batch], out: Path, settings: Settings, total: Counter[str], facts: dict[str, Any]) -> None:
     """Writes the shards, and then the index."""
     work = out / ".work"
     tokenizer = _tokenizer((work / "tokenizer.json").read_bytes())
     tell(f"writing {total['train'] + total['val']:,} tokens")
     streams = {
-        split: _Stream([_part(work, piece, split) for piece in pieces], tokenizer.dtype) for split in settings.splits
+        split: _Stream([_part(work, batch, split) for batch in batches], tokenizer.dtype) for split in settings.splits
     }
     counts = {split: total[split] for split in ("train", "val")}
     if settings.val_by == "position":
@@ -280,6 +285,21 @@ def plan_pieces(files: Sequence[str]) -> Iterator[Piece]:
             yield Piece(next(numbers), place, uri, start, stop, stop == cuts[-1], part)
 
 
+def in_batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
+    """The pieces in their order, small ones together: what each batch costs is milliseconds, and files are many."""
+    batch: list[Piece] = []
+    filled = 0
+    for piece in pieces:
+        size = piece.size or PIECE  # of a remote file it may be unknown
+        if batch and filled + size > PIECE:
+            yield tuple(batch)
+            batch, filled = [], 0
+        batch.append(piece)
+        filled += size
+    if batch:
+        yield tuple(batch)
+
+
 def _byte_cuts(uri: str, size: int, pattern: re.Pattern[bytes]) -> list[Any]:
     """Bytes where a piece starts, and the end."""
     cuts = [0]
@@ -320,37 +340,43 @@ def _row_group_cuts(uri: str) -> list[Any]:
 # --- in a worker ------------------------------------------------------------------------------------------------------
 
 
-def encode(piece: Piece, settings: Settings, work: Path) -> None:
-    """Writes the piece's ids into `work`, and last its record: what is counted, and the first problems."""
-    reader = Reader(piece, settings, work)
-    counts = reader.counts
+def encode(batch: Batch, settings: Settings, work: Path) -> None:
+    """Writes the batch's ids into `work`, and last its record: what is counted, and the first problems."""
     tokenizer = _tokenizer((work / "tokenizer.json").read_bytes())
     end = corpus.end_of_document(tokenizer)
-    if piece.format == "ids":
-        documents = reader.ids(tokenizer)
-    else:
-        documents = ((tokenizer.encode(text), ends) for text, ends in reader.texts())
+    total: Counter[str] = Counter()
+    problems: list[str] = []
     with ExitStack() as stack:
-        outputs = {split: stack.enter_context(open(_part(work, piece, split), "wb")) for split in settings.splits}
-        for ids, ends in documents:
-            # A text is one document in all its pieces, else each has its own place.
-            place = (piece.file, 0, 0) if piece.format == "text" else (piece.file, piece.start, counts["documents"])
-            split = "val" if "val" in outputs and mix(*place) < settings.val_fraction * 2**64 else "train"
-            outputs[split].write(ids.data)
-            counts[split] += len(ids)
-            if ends:
-                outputs[split].write(end.data)
-                counts[split] += len(end)
-                counts["documents"] += 1
+        outputs = {split: stack.enter_context(open(_part(work, batch, split), "wb")) for split in settings.splits}
+        for piece in batch:
+            reader = Reader(piece, settings, work)
+            counts = reader.counts
+            if piece.format == "ids":
+                documents = reader.ids(tokenizer)
+            else:
+                documents = ((tokenizer.encode(text), ends) for text, ends in reader.texts())
+            for ids, ends in documents:
+                # A text is one document in all its pieces, else each has its own place.
+                place = (piece.start, counts["documents"]) if piece.format != "text" else (0, 0)
+                val = "val" in outputs and mix(piece.file, *place) < settings.val_fraction * 2**64
+                split = "val" if val else "train"
+                outputs[split].write(ids.data)
+                counts[split] += len(ids)
+                if ends:
+                    outputs[split].write(end.data)
+                    counts[split] += len(end)
+                    counts["documents"] += 1
+            total.update(counts)
+            problems += reader.problems
         for output in outputs.values():
             output.flush()
             os.fsync(output.fileno())
-    storage.replace_file(_record(work, piece), [json.dumps([counts, reader.problems]).encode()])
+    storage.replace_file(_record(work, batch), [json.dumps([total, problems[:_NAMED]]).encode()])
 
 
-def symbols_of(piece: Piece, settings: Settings, work: Path) -> str:
-    """The characters of the piece."""
-    return symbols(text for text, _ in Reader(piece, settings, work).texts())
+def symbols_of(batch: Batch, settings: Settings, work: Path) -> str:
+    """The characters of the batch."""
+    return symbols(text for piece in batch for text, _ in Reader(piece, settings, work).texts())
 
 
 class Reader:
@@ -583,12 +609,12 @@ def _tokenizer(raw: bytes) -> Tokenizer:
     return tokenizer_from_dict(json.loads(raw))
 
 
-def _part(work: Path, piece: Piece, split: str) -> Path:
-    return work / f"{piece.number:06d}.{split}"
+def _part(work: Path, batch: Batch, split: str) -> Path:
+    return work / f"{batch[0].number:06d}.{split}"
 
 
-def _record(work: Path, piece: Piece) -> Path:
-    return work / f"{piece.number:06d}.json"
+def _record(work: Path, batch: Batch) -> Path:
+    return work / f"{batch[0].number:06d}.json"
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -611,20 +637,20 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 def _each(
     pool: ProcessPoolExecutor,
     verb: str,
-    pieces: Sequence[Piece],
-    function: Callable[[Piece, Settings, Path], T],
+    batches: Sequence[Batch],
+    function: Callable[[Batch, Settings, Path], T],
     settings: Settings,
     work: Path,
 ) -> Iterator[T]:
-    """What `function` gives for each piece, in any order; tells how far it is."""
+    """What `function` gives for each batch, in any order; tells how far it is."""
     started = told = time.monotonic()
-    total = sum(piece.size for piece in pieces)
+    total = sum(piece.size for batch in batches for piece in batch)
     progress = np.memmap(work / "progress", np.int64, "r+")  # bytes read of each piece
     progress[:] = 0
-    waiting, tasks = iter(pieces), set[Future[T]]()
+    waiting, tasks = iter(batches), set[Future[T]]()
     try:
         while tasks := tasks | {
-            pool.submit(function, piece, settings, work) for piece in islice(waiting, _AHEAD - len(tasks))
+            pool.submit(function, batch, settings, work) for batch in islice(waiting, _AHEAD - len(tasks))
         }:
             done, tasks = wait(tasks, _TELL, FIRST_COMPLETED)
             yield from (task.result() for task in done)

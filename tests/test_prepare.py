@@ -235,6 +235,18 @@ def test_pieces_of_lines_do_not_show(
     assert documents(make(tmp_path / "a.jsonl")) == texts
 
 
+def test_small_files_share_a_part(tmp_path: Path, make: MAKE, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "PIECE", 100)
+    texts = [f"document {i}" for i in range(90)]
+    for i, content in enumerate(texts):
+        (tmp_path / f"{i:02d}.jsonl").write_bytes(lines(content))
+    batches = list(prepare.in_batches(prepare.plan_pieces([str(tmp_path / f"{i:02d}.jsonl") for i in range(90)])))
+    assert [len(batch) for batch in batches] == [3] * 30, "of some 32 bytes each"
+    corpus = make(tmp_path / "*.jsonl", "--val-by=document", "--val-fraction=0.3")
+    assert sorted(documents(corpus)) == sorted(texts) and documents(corpus) != texts
+    assert 0 < corpus.split(0) < len(corpus.tokens)
+
+
 def test_shards_and_both_ways_to_choose_validation(tmp_path: Path, make: MAKE) -> None:
     texts = [f"document {i}" for i in range(100)]
     (tmp_path / "a.jsonl").write_bytes(lines(*texts))
@@ -497,8 +509,8 @@ def test_a_long_piece_tells_how_far_it_is(
 
     monkeypatch.setattr(prepare, "tell", tell)
 
-    def read(piece: prepare.Piece, *args: Any) -> str:
-        reader = prepare.Reader(piece, asked, tmp_path)
+    def read(batch: prepare.Batch, *args: Any) -> str:
+        reader = prepare.Reader(batch[0], asked, tmp_path)
         for number, _ in enumerate(reader._bytes(), 1):
             if number == 4:
                 assert told.wait(60)
@@ -507,7 +519,7 @@ def test_a_long_piece_tells_how_far_it_is(
     piece = prepare.Piece(1, 0, str(tmp_path / "a.txt"), 0, None, False, 4 << 20)
     np.memmap(tmp_path / "progress", np.int64, "w+", shape=2).flush()
     with ThreadPoolExecutor(1) as pool:
-        assert list(prepare._each(pool, "encoding", [piece], read, asked, tmp_path)) == ["done"]
+        assert list(prepare._each(pool, "encoding", [(piece,)], read, asked, tmp_path)) == ["done"]
 
 
 def test_learning_keeps_documents_apart(tmp_path: Path, make: MAKE) -> None:
@@ -579,7 +591,7 @@ def peak():
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 settings = Settings("char", 4096, 0.1, "position", "text", None, 1000, "stop")
 before = peak()
-symbols_of(Piece(0, 0, "a.jsonl", 0, None, True, 0), settings, Path())
+symbols_of((Piece(0, 0, "a.jsonl", 0, None, True, 0),), settings, Path())
 print(peak() - before)
 """
     done = subprocess.run(
