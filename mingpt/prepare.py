@@ -683,7 +683,8 @@ def _end_with_parent() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with `argv` (without the program's name) and returns its exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("mingpt").setLevel(logging.INFO)  # and not what others say of their work
     arguments = parse(argv)
     started = time.monotonic()
     try:
@@ -710,34 +711,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m mingpt.prepare", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
+    # fmt: off
     add("sources", nargs="+", metavar="SOURCE", help="a file, folder, pattern or URI")
     add("--out", type=_local, required=True, metavar="DIR", help="folder for the result, for --data.path")
     add("--tokenizer", required=True, choices=["char", "gpt2", "bpe"], help="by character, GPT-2's, or learned")
     add("--vocab-size", type=int, metavar="N", help="tokens that bpe learns, <|endoftext|> included (4096)")
     add("--val-fraction", type=float, default=0.1, metavar="F", help="share for validation (%(default)s)")
-    add(
-        "--val-by",
-        choices=["position", "document"],
-        default="position",
-        help="validation is the last tokens, or whole documents, chosen by a hash of their places (%(default)s)",
-    )
-    add(
-        "--workers",
-        type=int,
-        default=os.cpu_count(),
-        metavar="N",
-        help="processes; no matter for the result (%(default)s)",
-    )
+    add("--val-by", choices=["position", "document"], default="position",
+        help="validation is the last tokens, or whole documents, chosen by a hash of their places (%(default)s)")
+    add("--workers", type=int, default=os.cpu_count(), metavar="N",
+        help="processes; no matter for the result (%(default)s)")
     add("--text-field", default="text", metavar="NAME", help="of JSON lines and parquet (%(default)s)")
     add("--bin-dtype", choices=["uint16", "uint32"], help="of the ids in a .bin, which --tokenizer made")
     add("--shard-tokens", type=int, default=100_000_000, metavar="N", help="most tokens in a file (%(default)s)")
-    add(
-        "--on-error",
-        choices=["stop", "skip"],
-        default="stop",
-        help="what to do with bytes, lines, rows and ids that cannot be used: name the first and stop, or leave them "
-        "out, counted, the first ones named (%(default)s)",
-    )
+    add("--on-error", choices=["stop", "skip"], default="stop",
+        help="what to do with what cannot be used: name the first and stop, or leave it out. Counted are lines, rows, "
+             "and places in a file (bytes or ids near each other are one); the first ones are named (%(default)s)")
+    # fmt: on
     arguments = parser.parse_args(argv)
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         parser.error(f"--vocab-size is for --tokenizer=bpe; {arguments.tokenizer} has its own")
