@@ -62,6 +62,7 @@ def train(argv: Sequence[str]) -> int:
     threads = distributed.set_threads(config.train.num_threads or int(exact), world)
     dtype = distributed.pick_dtype(config.dtype, world.device)
     corpus = open_corpus(config.data.path, config.data.tokenizer, config.data.vocab_size, config.data.cache_gb)
+    check_tokens(config, corpus)
     n_train = corpus.split(config.data.val_fraction)
     grid = Grid(
         n_train, config.model.block_size, config.train.global_batch_size, config.train.micro_batch_size, config.seed
@@ -228,6 +229,20 @@ def find_start(
 
     start = distributed.decide(world, look)
     return (found[0] if found else None), start
+
+
+def check_tokens(config: Config, corpus: TokenFile) -> None:
+    """Raises ValueError where the tokens were prepared by another kind than the config says; warns of what is idle."""
+    kind, default = corpus.tokenizer.kind, Config().data
+    if config.data.tokenizer != kind:
+        raise ValueError(
+            f"data.tokenizer={config.data.tokenizer}, but {corpus.path} was prepared with {kind}: give "
+            f"--data.tokenizer={kind}, or another data.path"
+        )
+    if config.data.val_fraction != default.val_fraction and corpus.n_val is not None:
+        log.warning("warning: data.val_fraction has no effect: %s has its own validation tokens", corpus.path)
+    if config.data.vocab_size not in (default.vocab_size, corpus.tokenizer.vocab_size) and corpus.path.is_dir():
+        log.warning("warning: data.vocab_size has no effect: %s was prepared before", corpus.path)
 
 
 def check_symbols(saved: dict[str, Any], corpus: TokenFile, source: str) -> None:

@@ -5,11 +5,9 @@ Whichever process of a host comes first does it, while the others wait at a lock
 
 import codecs
 import hashlib
-import io
 import itertools
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from typing import BinaryIO
 import numpy as np
 
 from mingpt import storage
-from mingpt.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
+from mingpt.tokenizer import CUT, BPETokenizer, CharTokenizer, Tokenizer, cut, normalize
 from mingpt.tokens import (
     CHUNK,
     FORMAT,
@@ -42,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _TELL = 5.0  # seconds between two lines about a long text
 
-Reject = Callable[[str, int], None]  # (what is wrong and where, bytes left out): raises, or lets it be left out
+Reject = Callable[[str], None]  # what is wrong and where: raises, or lets it be left out
 
 
 def decode(chunks: Iterable[bytes], reject: Reject, start: int = 0) -> Iterator[str]:
@@ -50,41 +48,20 @@ def decode(chunks: Iterable[bytes], reject: Reject, start: int = 0) -> Iterator[
 
     start: the first chunk's place in its file, in bytes. `reject` hears the first wrong byte of a chunk.
     """
-    newlines = io.IncrementalNewlineDecoder(None, translate=True)  # it and `rest` keep what a border cuts in two
-    position, rest = start, b""
-    for chunk in itertools.chain(chunks, [b""]):
-        raw = rest + chunk
-        try:
-            text, used = codecs.utf_8_decode(raw, "strict", not chunk)
-        except UnicodeDecodeError as error:
-            text, used = codecs.utf_8_decode(raw, "ignore", not chunk)
-            reject(f"not UTF-8 at byte {position + error.start} ({error.reason})", used - len(text.encode()))
-        if position == 0:
-            text = text.removeprefix("\ufeff")
-        position, rest = position + used, raw[used:]
-        if text := newlines.decode(text, final=not chunk):
-            yield text
 
+    def texts() -> Iterator[str]:
+        position, rest = start, b""  # which keeps the part of a character that a border cuts in two
+        for chunk in itertools.chain(chunks, [b""]):
+            raw = rest + chunk
+            try:
+                text, used = codecs.utf_8_decode(raw, "strict", not chunk)
+            except UnicodeDecodeError as error:
+                reject(f"not UTF-8 at byte {position + error.start} ({error.reason})")
+                text, used = codecs.utf_8_decode(raw, "ignore", not chunk)
+            yield text.removeprefix("\ufeff") if position == 0 else text
+            position, rest = position + used, raw[used:]
 
-def cut(texts: Iterable[str], size: int = 1 << 20) -> Iterator[str]:
-    """The same text in pieces of at most `size` characters, cut where a word ends: no token crosses that place.
-
-    Only a word longer than `size` is cut inside. How `texts` was in pieces makes no difference.
-    """
-    text = ""
-    for more in texts:
-        text, start = text + more, 0
-        while len(text) - start > size:
-            word_end = _WORD_END.match(text, start, start + size + 1)
-            at = word_end.end() if word_end else start + size
-            yield text[start:at]
-            start = at
-        text = text[start:]
-    if text:
-        yield text
-
-
-_WORD_END = re.compile(r".*\S(?=[ \t\n])", re.DOTALL)  # the last one
+    return filter(None, normalize(texts()))
 
 
 def read_text(uri: str, verb: str = "reading", *, clock: Callable[[], float] = time.monotonic) -> Iterator[str]:
@@ -107,7 +84,7 @@ def read_text(uri: str, verb: str = "reading", *, clock: Callable[[], float] = t
                     left = f" of {size / 1e6:.0f} MB, {(size - position) / rate:.0f} s left" if size else " MB"
                     log.info("%s: %.0f%s, %.1f MB/s", verb, position / 1e6, left, rate / 1e6)
 
-    def reject(problem: str, count: int) -> None:
+    def reject(problem: str) -> None:
         raise ValueError(f"data.path={uri} is {problem}; convert the file")
 
     empty = True
@@ -136,14 +113,14 @@ def make_tokenizer(kind: str, vocab_size: int, texts: Iterable[str]) -> Tokenize
     raise ValueError(f"data.tokenizer={kind!r} is not known; expected char, gpt2 or bpe")
 
 
-LEARNED = 64  # pieces of a million characters from which byte pairs are learned; more change little
+LEARNED = 1 << 26  # characters from which byte pairs are learned; more change little
 _DISTINCT = 6_000_000  # bytes of distinct words after which no more are taken: each costs some 40 bytes of memory
 
 
 def _to_learn_from(texts: Iterable[str]) -> Iterator[str]:
     words: set[str] = set()
     size = 0
-    for text in itertools.islice(cut(texts), LEARNED):
+    for text in itertools.islice(cut(texts), LEARNED // CUT):
         if size > _DISTINCT:  # natural English stays far below; a script without spaces gets here
             return
         new = {*text.split()} - words
@@ -156,8 +133,8 @@ def open_corpus(path: str, tokenizer: str, vocab_size: int = 4096, cache_gb: flo
     """The tokens of `data.path`: a token file, a prepared folder, a text, or a folder whose `prepare.py` makes either.
 
     A prepared folder or a text may be at a URI. A text is prepared once per content and tokenizer, as one document, by
-    whichever process of this host comes first while the others wait, into `.mingpt-cache/` beside it, or into a folder
-    of this user's for temporary files where that cannot be written.
+    whichever process of this host comes first while the others wait, into `.mingpt-cache/` beside it, or below
+    `~/.cache/mingpt/` where that cannot be written.
     Raises ValueError for a text or file that cannot be used, OSError where something cannot be read, made or written.
     """
     if storage.is_remote(path) and storage.is_folder(path):
@@ -268,18 +245,28 @@ def _cache_folder(path: str, name: str) -> Path:
     """Where what is made of `path` lies: beside it if `name` is there or can be written, else in a private folder."""
     if not storage.is_remote(path):
         beside = Path(path).parent / ".mingpt-cache"
-        if (beside / name).exists():
-            return beside
-        with suppress(OSError):
-            beside.mkdir(exist_ok=True)
-            tempfile.TemporaryFile(dir=beside).close()  # rights alone do not tell: read-only mounts, network folders
+        if (beside / name).exists() or _can_write(beside):
             return beside
         path = os.path.abspath(path)
     return _private_folder(_hex(path))
 
 
+def _can_write(folder: Path) -> bool:
+    """Whether the folder is there, or could be made, and takes a file."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # rights alone do not tell: read-only mounts, network folders
+        return True
+    except OSError:
+        return False
+
+
 def _private_folder(name: str) -> Path:
-    """A folder of this user's among the temporary files."""
+    """A folder of this user's: in the home or, where that cannot be written, among the temporary files."""
+    with suppress(RuntimeError):  # no home is known
+        home = Path("~/.cache/mingpt").expanduser() / name  # temporary files may lie in memory, and these be large
+        if _can_write(home):
+            return home
     private = Path(tempfile.gettempdir(), f"mingpt-{os.getuid()}")
     private.mkdir(mode=0o700, exist_ok=True)
     if private.is_symlink() or private.stat().st_uid != os.getuid():
@@ -293,10 +280,10 @@ def only_process(folder: Path, work: str) -> Iterator[BinaryIO]:
     """Holds the folder's lock, which the kernel gives back when its holder ends, however it ends."""
     with ExitStack() as held:
         try:
-            lock = held.enter_context(storage.lock(folder / "lock", patience=0))
+            lock = held.enter_context(storage.lock(folder / ".lock", patience=0))
         except BlockingIOError as holder:
             log.info("waiting for another process (%s) to prepare %s", holder, work)
-            lock = held.enter_context(storage.lock(folder / "lock"))
+            lock = held.enter_context(storage.lock(folder / ".lock"))
         storage.remove_leftovers(folder)
         yield lock
 
@@ -314,21 +301,21 @@ def _remote_folder(uri: str, cache_gb: float) -> TokenFile:
     uri = uri.rstrip("/")
     raw = storage.read_bytes(f"{uri}/{INDEX}")
     index = read_index(raw, f"{uri}/{INDEX}")
+    needed = sum(shard.size for shard in index.train + index.val)
+    if needed > cache_gb * 1e9:
+        raise ValueError(
+            f"data.path={uri} takes {needed / 1e9:.1f} GB, data.cache_gb={cache_gb:g} allows less; allow more"
+        )
     cache = _private_folder("folders")
     folder = cache / _hex(raw.decode())
     with only_process(cache, uri):
         folder.mkdir(exist_ok=True)
         storage.remove_leftovers(folder)
         os.utime(folder)
-        needed = sum(shard.size for shard in index.train + index.val)
         for old in sorted(cache.glob("*/"), key=lambda it: it.stat().st_mtime):
             used = sum(file.stat().st_size for file in cache.glob("*/*") if file.parent != folder)
             if old != folder and used + needed > cache_gb * 1e9:
                 shutil.rmtree(old)  # who has it mapped keeps it
-        if needed > cache_gb * 1e9:
-            raise ValueError(
-                f"data.path={uri} takes {needed / 1e9:.1f} GB, data.cache_gb={cache_gb:g} allows less; allow more"
-            )
         for number, shard in enumerate(index.train + index.val, 1):
             if not (folder / shard.name).exists():
                 log.info("downloading %s/%s (%d of %d)", uri, shard.name, number, len(index.train + index.val))

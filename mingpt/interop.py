@@ -9,6 +9,7 @@ that can execute is read: weights come as safetensors only. Exit codes: 0 done; 
 """
 
 import argparse
+import glob
 import json
 import os
 import secrets
@@ -17,7 +18,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -147,11 +148,16 @@ def new_folder(out: str) -> Iterator[Path]:
     path = storage.local_path(out).resolve()
     if path.exists():
         raise ValueError(f"--out={out} is there already; give a new name, or remove it")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # by who was killed: a living one holds its lock
+        with suppress(BlockingIOError), storage.lock(left / ".lock", patience=0):
+            shutil.rmtree(left)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir(parents=True)
     try:
-        yield temporary
-        os.rename(temporary, path)
+        with storage.lock(temporary / ".lock"):
+            yield temporary
+            (temporary / ".lock").unlink()
+            os.rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -22,37 +22,49 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
+import secrets
 import shutil
 import signal
 import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from mingpt import corpus, storage, tokens
-from mingpt.corpus import Reject, cut, decode
+from mingpt.corpus import decode
 from mingpt.grid import mix, split_point
-from mingpt.tokenizer import CharTokenizer, Tokenizer, symbols, tokenizer_from_dict
+from mingpt.tokenizer import CharTokenizer, Tokenizer, cut, normalize, symbols, tokenizer_from_dict
 from mingpt.tokens import Ids, Index, Shard
 
 T = TypeVar("T")
 
 PIECE = 1 << 25  # bytes of a plain file in a piece: a kill costs each worker at most one, some seconds
 _CHUNK = 1 << 22  # bytes read at once
-_PACKED = 1 << 14  # bytes of zstd read at once: they may unpack to thousands of times as many
+_PACKED = 1 << 10  # bytes of zstd read at once: they may unpack to 30,000 times as many
+_LONG = 1 << 20  # bytes of a line, and of a string in it, from which on it is not unescaped as a whole
+_BESIDE = 1 << 24  # bytes that a line may have beside its long strings: as objects they take ten times as many
+_AHEAD = 256  # batches handed out: more only take time to look after
 _TELL = 5.0  # seconds between two lines of progress
 _NAMED = 10  # rejected inputs told one by one
 _WORD_END = re.compile(rb"[^\s](?=[ \t\r\n])")
 _LINE_END = re.compile(rb"\n")
+_HALVES = re.compile("[\ud800-\udfff]")
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # of JSON; the last one may be cut short
+# Up to a million characters of a JSON string: no escape, no pair of them and no UTF-8 is cut.
+_CHARACTERS = re.compile(
+    rb"(?:[ -\[\]-~]{1,16}+|[^\\][\x80-\xbf]*+|\\u[dD][89abAB]..\\u....|\\u....|\\.){1,65536}+", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,11 @@ class Settings:
     bin_dtype: str | None
     shard_tokens: int
     on_error: str
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Those that the pieces are sorted into."""
+        return ("train", "val") if self.val_by == "document" else ("train",)
 
 
 @dataclass(frozen=True)
@@ -83,29 +100,21 @@ class Piece:
 
     @property
     def format(self) -> str:
-        suffix = Path(self.uri.lower().removesuffix(self.packing)).suffix
+        suffix = Path(self._name.removesuffix(self.packing)).suffix
         return {".jsonl": "lines", ".ndjson": "lines", ".parquet": "rows", ".bin": "ids"}.get(suffix, "text")
 
     @property
     def packing(self) -> str:
-        suffix = Path(self.uri.lower()).suffix
+        suffix = Path(self._name).suffix
         return suffix if suffix in (".gz", ".zst") else ""
 
+    @property
+    def _name(self) -> str:
+        """Without what a server is asked beside it."""
+        return (self.uri.partition("?")[0] if storage.is_remote(self.uri) else self.uri).lower()
 
-@dataclass
-class Done:
-    """What came of a piece: tokens of each split, documents, and what was left out."""
 
-    train: int = 0
-    val: int = 0
-    documents: int = 0
-    rejected: int = 0
-    problems: list[str] = field(default_factory=list)  # the first ones
-
-    def add(self, other: "Done") -> None:
-        for name in ("train", "val", "documents", "rejected"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.problems = (self.problems + other.problems)[:_NAMED]
+Batch = tuple[Piece, ...]  # what a worker does at once: a piece, or several small ones
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -116,14 +125,18 @@ def prepare(sources: Sequence[str], out: Path, settings: Settings, workers: int)
 
     Raises ValueError for a wrong setting or input, OSError where something cannot be read or written.
     """
-    files = list(dict.fromkeys(file for source in sources for file in storage.find_files(source)))
-    plan = json.dumps([asdict(settings), PIECE, [[file, storage.identity(file)] for file in files]])
-    work = out / ".work"
-    work.mkdir(parents=True, exist_ok=True)
-    with corpus.only_process(work, str(out)):
+    out.mkdir(parents=True, exist_ok=True)
+    with corpus.only_process(out, str(out)):
+        ours = re.compile(re.escape(f"{out.resolve()}/") + r"(\.(work|lock)\b|index\.json$|(train|val)-\d+\.tokens$)")
+        found = dict.fromkeys(file for source in sources for file in storage.find_files(source))
+        files = [file for file in found if storage.is_remote(file) or not ours.match(os.path.realpath(file))]
+        identities = [[file, storage.identity(file)] for file in files]
+        plan = json.dumps([tokens.FORMAT, asdict(settings), PIECE, identities])
+        work = out / ".work"
+        work.mkdir(exist_ok=True)
         if not (out / tokens.INDEX).exists():
             if not (work / "plan.json").exists() or (work / "plan.json").read_text(encoding="utf-8") != plan:
-                for leftover in set(work.iterdir()) - {work / "lock"}:
+                for leftover in work.iterdir():
                     leftover.unlink()
                 storage.replace_file(work / "plan.json", [plan.encode()])
             _make(files, plan, out, settings, workers)
@@ -137,80 +150,91 @@ def prepare(sources: Sequence[str], out: Path, settings: Settings, workers: int)
 def _make(files: Sequence[str], plan: str, out: Path, settings: Settings, workers: int) -> None:
     work = out / ".work"
     pieces = list(plan_pieces(files))
-    with ExitStack() as stack:
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
-        stack.callback(pool.shutdown, cancel_futures=True)
+    batches = list(in_batches(pieces))
+    np.memmap(work / "progress", np.int64, "w+", shape=len(pieces) or 1).flush()
+    with _pool(workers) as pool:
         if not (work / "tokenizer.json").exists():
-            tokenizer = _learn(pool, pieces, settings)
-            storage.replace_file(work / "tokenizer.json", [json.dumps(tokenizer.to_dict()).encode()])
-        missing = [piece for piece in pieces if not _record(work, piece).exists()]
-        if len(missing) < len(pieces):
-            tell(f"going on: {len(pieces) - len(missing)} of {len(pieces)} pieces are there")
+            learned = _learn(pool, batches, settings, work)
+            storage.replace_file(work / "tokenizer.json", [json.dumps(learned.to_dict()).encode()])
+        missing = [batch for batch in batches if not _record(work, batch).exists()]
+        if len(missing) < len(batches):
+            tell(f"going on: {len(batches) - len(missing)} of {len(batches)} parts are there")
         for _ in _each(pool, "encoding", missing, encode, settings, work):
             pass  # what it did is in its record
     for file, identity in json.loads(plan)[-1]:
         if storage.identity(file) != identity:
             raise OSError(f"{file} changed while it was read; start again when it is complete")
-    total = Done()
-    for piece in pieces:
-        total.add(Done(**json.loads(_record(work, piece).read_bytes())))
-    for problem in total.problems:
-        tell(f"left out: {problem}")
-    facts = {"plan": tokens.sha256(plan), "bytes": sum(piece.size for piece in pieces)}
-    _join(pieces, out, settings, total, facts)
+    total: Counter[str] = Counter()
+    named = 0
+    for batch in batches:
+        counts, problems = json.loads(_record(work, batch).read_bytes())
+        total.update(counts)
+        for problem in problems[: _NAMED - named]:
+            tell(f"left out: {problem}")
+        named += len(problems)
+    facts = {
+        "plan": tokens.sha256(plan),
+        "bytes": sum(piece.size for piece in pieces),
+        "documents": total["documents"],
+        "rejected": total["rejected"],
+    }
+    _join(batches, out, settings, total, facts)
 
 
-def _learn(pool: ProcessPoolExecutor, pieces: Sequence[Piece], settings: Settings) -> Tokenizer:
+def _learn(pool: ProcessPoolExecutor, batches: Sequence[Batch], settings: Settings, work: Path) -> Tokenizer:
     """The tokenizer: of all characters, or of the same share of every piece."""
+    pieces = [piece for batch in batches for piece in batch]
     if settings.tokenizer != "gpt2" and any(piece.format == "ids" for piece in pieces):
         raise ValueError(f"--tokenizer={settings.tokenizer} cannot be learned from ids in a .bin; give gpt2")
-    share = (corpus.LEARNED << 20) // len(pieces)
 
     def texts() -> Iterator[str]:
         for piece in pieces:
-            left = share
-            for text in cut(text for text, _ in read(piece, settings, _stop_or_skip(piece, settings))):
-                yield text[:left]
+            left = corpus.LEARNED // len(pieces)
+            for text, ends in Reader(piece, settings, work).texts():
+                yield text[:left] + "\n" * ends  # else the last word of a document and the next one's first are one
                 left -= len(text)
                 if left <= 0:
                     break
 
     if settings.tokenizer == "char":
-        found = symbols(_each(pool, "reading", pieces, symbols_of, settings))
+        found = symbols(_each(pool, "reading", batches, symbols_of, settings, work))
         if not found:
             raise ValueError("the sources have no text")
         return CharTokenizer(found)
     return corpus.make_tokenizer(settings.tokenizer, settings.vocab_size, texts())
 
 
-def _join(pieces: Sequence[Piece], out: Path, settings: Settings, total: Done, facts: dict[str, Any]) -> None:
+def _join(batches: Sequence[Batch], out: Path, settings: Settings, total: Counter[str], facts: dict[str, Any]) -> None:
     """Writes the shards, and then the index."""
-    tokenizer = _tokenizer(out / ".work" / "tokenizer.json")
-    tell(f"writing {total.train + total.val:,} tokens")
     work = out / ".work"
+    tokenizer = _tokenizer((work / "tokenizer.json").read_bytes())
+    tell(f"writing {total['train'] + total['val']:,} tokens")
+    streams = {
+        split: _Stream([_part(work, batch, split) for batch in batches], tokenizer.dtype) for split in settings.splits
+    }
+    counts = {split: total[split] for split in ("train", "val")}
     if settings.val_by == "position":
-        n_train = split_point(total.train, settings.val_fraction)
-        counts = {"train": n_train, "val": total.train - n_train}
-        stream = _Stream((_part(work, piece, "train") for piece in pieces), tokenizer.dtype)
-        streams = dict.fromkeys(counts, stream)  # validation is what training leaves
-    else:
-        counts = {"train": total.train, "val": total.val}
-        streams = {split: _Stream([_part(work, piece, split) for piece in pieces], tokenizer.dtype) for split in counts}
-    train, val = (_write(out, it, streams[it], counts[it], settings.shard_tokens, tokenizer) for it in counts)
+        counts["train"] = split_point(total["train"], settings.val_fraction)
+        counts["val"] = total["train"] - counts["train"]
+        streams["val"] = streams["train"]  # validation is what training leaves
+    train, val = (
+        _write(out, split, streams[split], count, settings.shard_tokens, tokenizer) for split, count in counts.items()
+    )
     if not train:
         raise ValueError("the sources have no text for training; give more, or a smaller --val-fraction")
-    facts |= {"documents": total.documents, "rejected": total.rejected, "tokenizer": tokenizer.kind}
-    index = Index(train, val, facts | {"vocab_size": tokenizer.vocab_size})
-    storage.replace_file(out / tokens.INDEX, [index.to_json()])
     for old in {*out.glob("*.tokens")} - {out / shard.name for shard in train + val}:
         old.unlink()
+    facts |= {"tokenizer": tokenizer.kind, "vocab_size": tokenizer.vocab_size}
+    storage.replace_file(out / tokens.INDEX, [Index(train, val, facts).to_json()])
 
 
-def _write(out: Path, split: str, stream: "_Stream", count: int, most: int, tokenizer: Tokenizer) -> tuple[Shard, ...]:
-    """Writes the next `count` ids of the stream as token files of at most `most`."""
+def _write(
+    out: Path, split: str, stream: "_Stream", count: int, shard_tokens: int, tokenizer: Tokenizer
+) -> tuple[Shard, ...]:
+    """Writes the next `count` ids of the stream as token files of at most `shard_tokens`."""
     shards: list[Shard] = []
-    for first in range(0, count, most):
-        path, n = out / f"{split}-{len(shards):05d}.tokens", min(most, count - first)
+    for first in range(0, count, shard_tokens):
+        path, n = out / f"{split}-{len(shards):05d}.tokens", min(shard_tokens, count - first)
         tokens.write_tokens(path, stream.take(n), tokenizer)
         with open(path, "rb") as file:
             shards.append(Shard(path.name, n, path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()))
@@ -221,8 +245,13 @@ class _Stream:
     """The ids in files, one after the other."""
 
     def __init__(self, paths: Iterable[Path], dtype: np.dtype[np.unsignedinteger]) -> None:
-        self._chunks = (np.frombuffer(raw, dtype) for path in paths for raw in _raw(path))
-        self._rest: Ids = np.empty(0, dtype)
+        def chunks() -> Iterator[Ids]:
+            for path in paths:
+                with open(path, "rb") as file:
+                    while raw := file.read(_CHUNK):
+                        yield np.frombuffer(raw, dtype)
+
+        self._chunks, self._rest = chunks(), np.empty(0, dtype)
 
     def take(self, count: int) -> Iterator[Ids]:
         """The next `count` ids, which are there, in pieces."""
@@ -234,12 +263,6 @@ class _Stream:
             yield ids
 
 
-def _raw(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        while raw := file.read(_CHUNK):
-            yield raw
-
-
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
@@ -249,23 +272,42 @@ def plan_pieces(files: Sequence[str]) -> Iterator[Piece]:
     for place, uri in enumerate(files):
         size = storage.size(uri)
         whole = Piece(0, place, uri, 0, None, True, size)
-        cuts = [0]
+        cuts: list[Any] = [0, None]
         if whole.packing and whole.format in ("rows", "ids"):
             raise ValueError(f"{uri}: a packed {Path(uri).suffixes[-2]} is not read; unpack it first")
         if whole.format == "rows":
-            with suppress(ValueError):  # it is told where it is read
+            with suppress(ValueError, OSError):  # it is told where it is read
                 cuts = _row_group_cuts(uri)
-        elif not whole.packing and not storage.is_remote(uri) and whole.format in ("lines", "text"):
-            pattern = _LINE_END if whole.format == "lines" else _WORD_END
-            with open(storage.local_path(uri), "rb") as file:
-                for at in range(PIECE, size, PIECE):
-                    if at > cuts[-1]:
-                        cuts.append(_cut_after(file, at, pattern, size))
-            cuts = [*(at for at in cuts if at < size), size] if size else [0]
-        stops: list[int | None] = [*cuts[1:]] or [None]
-        for start, stop in zip(cuts, stops, strict=False):
+        elif not whole.packing and not storage.is_remote(uri) and whole.format != "ids":
+            cuts = _byte_cuts(uri, size, _LINE_END if whole.format == "lines" else _WORD_END)
+        for start, stop in pairwise(cuts):
             part = (stop - start) * size // cuts[-1] if stop else size
-            yield Piece(next(numbers), place, uri, start, stop, stop in (None, cuts[-1]), part)
+            yield Piece(next(numbers), place, uri, start, stop, stop == cuts[-1], part)
+
+
+def in_batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
+    """The pieces in their order, small ones together: what each batch costs is milliseconds, and files are many."""
+    batch: list[Piece] = []
+    filled = 0
+    for piece in pieces:
+        size = piece.size or PIECE  # of a remote file it may be unknown
+        if batch and filled + size > PIECE:
+            yield tuple(batch)
+            batch, filled = [], 0
+        batch.append(piece)
+        filled += size
+    if batch:
+        yield tuple(batch)
+
+
+def _byte_cuts(uri: str, size: int, pattern: re.Pattern[bytes]) -> list[Any]:
+    """Bytes where a piece starts, and the end."""
+    cuts = [0]
+    with open(storage.local_path(uri), "rb") as file:
+        for at in range(PIECE, size, PIECE):
+            if at > cuts[-1]:
+                cuts.append(_cut_after(file, at, pattern, size))
+    return [*(at for at in cuts if at < size), size or None]
 
 
 def _cut_after(file: BinaryIO, at: int, pattern: re.Pattern[bytes], size: int) -> int:
@@ -283,7 +325,7 @@ def _cut_after(file: BinaryIO, at: int, pattern: re.Pattern[bytes], size: int) -
     return size
 
 
-def _row_group_cuts(uri: str) -> list[int]:
+def _row_group_cuts(uri: str) -> list[Any]:
     """Row groups where a piece starts, and their number."""
     with storage.open_read(uri) as raw:
         metadata = _parquet(raw).metadata
@@ -292,95 +334,226 @@ def _row_group_cuts(uri: str) -> list[int]:
             if filled >= PIECE:
                 cuts, filled = [*cuts, group], 0
             filled += metadata.row_group(group).total_byte_size
-        return [*cuts, metadata.num_row_groups]
+        return [*cuts, metadata.num_row_groups or None]
 
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
 
 
-def encode(piece: Piece, settings: Settings, work: Path) -> Done:
-    """Writes the piece's ids into `work`, and its record last."""
-    done = Done()
-
-    def reject(problem: str, count: int = 0) -> None:
-        _stop_or_skip(piece, settings)(problem, count)
-        done.rejected += 1
-        done.problems = [*done.problems, f"{piece.uri}: {problem}"][:_NAMED]
-
-    tokenizer = _tokenizer(work / "tokenizer.json")
+def encode(batch: Batch, settings: Settings, work: Path) -> None:
+    """Writes the batch's ids into `work`, and last its record: what is counted, and the first problems."""
+    tokenizer = _tokenizer((work / "tokenizer.json").read_bytes())
     end = corpus.end_of_document(tokenizer)
-    if piece.format == "ids":
-        documents = _read_ids(piece, settings, tokenizer, reject)
-    else:
-        documents = ((tokenizer.encode(text), ends) for text, ends in read(piece, settings, reject))
+    total: Counter[str] = Counter()
+    problems: list[str] = []
     with ExitStack() as stack:
-        outputs = {name: stack.enter_context(open(_part(work, piece, name), "wb")) for name in ("train", "val")}
-        for ids, ends in documents:
-            # A text is one document in all its pieces, else each has its own place.
-            place = (piece.file, 0, 0) if piece.format == "text" else (piece.file, piece.start, done.documents)
-            by_document = settings.val_by == "document" and mix(*place) < settings.val_fraction * 2**64
-            split = "val" if by_document else "train"
-            outputs[split].write(ids.data)
-            count = len(ids)
-            if ends:
-                outputs[split].write(end.data)
-                count += len(end)
-                done.documents += 1
-            setattr(done, split, getattr(done, split) + count)
+        outputs = {split: stack.enter_context(open(_part(work, batch, split), "wb")) for split in settings.splits}
+        for piece in batch:
+            reader = Reader(piece, settings, work)
+            counts = reader.counts
+            if piece.format == "ids":
+                documents = reader.ids(tokenizer)
+            else:
+                documents = ((tokenizer.encode(text), ends) for text, ends in reader.texts())
+            for ids, ends in documents:
+                # A text is one document in all its pieces, else each has its own place.
+                place = (piece.start, counts["documents"]) if piece.format != "text" else (0, 0)
+                val = "val" in outputs and mix(piece.file, *place) < settings.val_fraction * 2**64
+                split = "val" if val else "train"
+                outputs[split].write(ids.data)
+                counts[split] += len(ids)
+                if ends:
+                    outputs[split].write(end.data)
+                    counts[split] += len(end)
+                    counts["documents"] += 1
+            total.update(counts)
+            problems += reader.problems
         for output in outputs.values():
             output.flush()
             os.fsync(output.fileno())
-    storage.replace_file(_record(work, piece), [json.dumps(asdict(done)).encode()])
-    return done
+    storage.replace_file(_record(work, batch), [json.dumps([total, problems[:_NAMED]]).encode()])
 
 
-def symbols_of(piece: Piece, settings: Settings) -> str:
-    """The characters of the piece."""
-    return symbols(text for text, _ in read(piece, settings, _stop_or_skip(piece, settings)))
+def symbols_of(batch: Batch, settings: Settings, work: Path) -> str:
+    """The characters of the batch."""
+    return symbols(text for piece in batch for text, _ in Reader(piece, settings, work).texts())
 
 
-def read(piece: Piece, settings: Settings, reject: Reject) -> Iterator[tuple[str, bool]]:
-    """(a text of at most a million characters, whether its document ends with it)."""
-    if piece.format == "text":
-        empty = piece.start == 0
-        for text in cut(decode(_bytes(piece, reject), reject, piece.start)):
-            empty = False
-            yield text, False
-        if piece.last and not empty:
-            yield "", True
-        return
-    documents = _read_rows(piece, settings, reject) if piece.format == "rows" else _read_lines(piece, settings, reject)
-    for where, document in documents:
-        if not isinstance(document, str):
-            reject(f"{where} has no text in {settings.text_field!r} but {type(document).__name__}", 0)
-        elif not document.isascii() and re.search("[\ud800-\udfff]", document):
-            reject(f"{where} has half of a surrogate pair, which is no character", 0)
-        elif document:
-            for text in cut([document.replace("\r\n", "\n").replace("\r", "\n")]):
+class Reader:
+    """A piece as documents. It counts what has to be left out, and writes into `work` how far it is."""
+
+    def __init__(self, piece: Piece, settings: Settings, work: Path) -> None:
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []  # the first ones
+        self._piece, self._settings = piece, settings
+        self._progress = np.memmap(work / "progress", np.int64, "r+")
+
+    def reject(self, problem: str) -> None:
+        problem = f"{self._piece.uri}: {problem}"
+        if self._settings.on_error == "stop":
+            raise ValueError(f"{problem}; --on-error=skip leaves such things out")
+        self.counts["rejected"] += 1
+        self.problems = [*self.problems, problem][:_NAMED]
+
+    def texts(self) -> Iterator[tuple[str, bool]]:
+        """(a text of at most `CUT` characters, whether its document ends with it)."""
+        piece = self._piece
+        if piece.format == "text":
+            empty = piece.start == 0
+            for text in cut(decode(self._bytes(), self.reject, piece.start)):
+                empty = False
                 yield text, False
-            yield "", True
+            if piece.last and not empty:
+                yield "", True
+            return
+        for where, parts in self._rows() if piece.format == "rows" else self._lines():
+            try:
+                problem = next(filter(None, map(self._problem, parts())), "")
+            except ValueError as error:
+                problem = f"cannot be read: {error}"
+            if problem:
+                self.reject(f"{where} {problem}")
+                continue
+            empty = True
+            for text in cut(normalize(parts())):
+                empty = False
+                yield text, False
+            if not empty:
+                yield "", True
+
+    def _problem(self, text: Any) -> str:
+        if not isinstance(text, str):
+            return f"has no text in {self._settings.text_field!r} but {type(text).__name__}"
+        if not text.isascii() and _HALVES.search(text):
+            return "has half of a surrogate pair, which is no character"
+        return ""
+
+    def _lines(self) -> Iterator[tuple[str, Callable[[], Iterable[Any]]]]:
+        """Where each document is, and what gives its text in parts, as often as it is called."""
+        position, name = self._piece.start, self._settings.text_field
+        for line in _lines(self._bytes()):
+            where, position = f"the line at byte {position}", position + len(line)
+            if line.isspace():
+                continue
+            try:
+                short, strings = _without_long_strings(line)
+                document = json.loads(short.decode().removeprefix("\ufeff"))
+            except (ValueError, RecursionError) as error:
+                self.reject(f"{where} is not JSON: {error}")
+                continue
+            if isinstance(document, dict) and name in document:
+                value = document[name]
+                long = strings.get(value) if isinstance(value, str) else None
+                yield where, functools.partial(_unescape, line, *long) if long else functools.partial(iter, [value])
+            else:
+                has = f"but {', '.join(map(repr, document))}" if isinstance(document, dict) else "it is no object"
+                self.reject(f"{where} has no field {name!r}, {has}; name it with --text-field")
+
+    def _rows(self) -> Iterator[tuple[str, Callable[[], Iterable[Any]]]]:
+        """As `_lines`."""
+        piece, name, row, problem = self._piece, self._settings.text_field, 0, ""
+        with storage.open_read(piece.uri) as raw:
+            try:
+                file = _parquet(raw)
+                groups = range(piece.start, piece.stop or 0)
+                first = row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
+                rows = sum(file.metadata.row_group(group).num_rows for group in groups)
+                has = file.schema_arrow.names
+                if name not in has:
+                    problem = f"it has no column {name!r} but {', '.join(map(repr, has))}; name it with --text-field"
+                    groups = range(0)
+                for batch in file.iter_batches(64, [*groups], [name] if groups else [], use_threads=False):
+                    for value in batch.column(0):
+                        yield f"row {row}", functools.partial(_of_row, value)
+                        row += 1
+                    self._progress[piece.number] = piece.size * (row - first) // rows
+            except (ValueError, OSError) as error:
+                problem = f"not parquet, or damaged from row {row} on ({' '.join(str(error).split())})"
+                if isinstance(error, OSError) and storage.is_remote(piece.uri):  # the way to it may be what fails
+                    raise OSError(f"{piece.uri}: cannot be read from row {row} on: {error}") from error
+        if problem:
+            self.reject(problem)
+
+    def ids(self, tokenizer: Tokenizer) -> Iterator[tuple[Ids, bool]]:
+        """(ids of a document without its end, whether it ends with them)."""
+        if self._settings.bin_dtype is None:
+            raise ValueError(
+                f"{self._piece.uri} holds ids without a header; name their type: --bin-dtype=uint16 or uint32"
+            )
+        dtype = np.dtype(self._settings.bin_dtype).newbyteorder("<")
+        position, rest = 0, b""
+        for chunk in self._bytes():
+            raw = rest + chunk
+            ids = np.frombuffer(raw, dtype, len(raw) // dtype.itemsize)
+            rest = raw[ids.nbytes :]
+            wrong = np.flatnonzero(ids >= tokenizer.vocab_size)
+            if len(wrong):
+                at = position + int(wrong[0]) * dtype.itemsize
+                self.reject(f"id {ids[wrong[0]]} at byte {at} is none of the {tokenizer.vocab_size} of the tokenizer")
+            position += ids.nbytes
+            ids = np.delete(ids, wrong).astype(tokenizer.dtype)
+            ends = np.flatnonzero(ids == tokenizer.end_of_text)
+            for start, end in zip([0, *(ends[:-1] + 1)], ends, strict=True) if len(ends) else ():
+                yield ids[start:end], True
+            yield ids[ends[-1] + 1 if len(ends) else 0 :], False
+        if rest:
+            self.reject(f"it ends in the middle of an id, at byte {position}")
+
+    def _bytes(self) -> Iterator[bytes]:
+        """The piece's bytes, unpacked."""
+        piece, position, problem = self._piece, 0, ""
+        size = sys.maxsize if piece.stop is None else piece.stop - piece.start
+        with storage.open_read(piece.uri) as raw:
+            if piece.start:
+                raw.seek(piece.start)
+            unpacked = {".gz": _gunzip, ".zst": _unzstd}[piece.packing](raw) if piece.packing else _plain(raw, size)
+            try:
+                for chunk in filter(None, unpacked):
+                    yield chunk
+                    position += len(chunk)
+                    self._progress[piece.number] = raw.tell() - piece.start
+            except _DamagedError as error:
+                problem = f"damaged after byte {position} of what it unpacks to ({error})"
+        if problem:
+            self.reject(problem)
 
 
-def _read_lines(piece: Piece, settings: Settings, reject: Reject) -> Iterator[tuple[str, Any]]:
-    position = piece.start
-    for line in _lines(_bytes(piece, reject)):
-        where, size = f"the line at byte {position}", len(line)
-        position += size
-        if line.isspace():
-            continue
-        try:
-            text = line.decode()
-            line.clear()  # it may be long
-            document = json.loads(text.removeprefix("\ufeff"))
-        except (ValueError, RecursionError) as error:
-            reject(f"{where} is not JSON: {error}", size)
-            continue
-        text = ""
-        if isinstance(document, dict) and settings.text_field in document:
-            yield where, document[settings.text_field]
-        else:
-            has = f"but {', '.join(map(repr, document))}" if isinstance(document, dict) else "it is no object"
-            reject(f"{where} has no field {settings.text_field!r}, {has}; name it with --text-field", size)
+class _DamagedError(ValueError):
+    """A packed file is."""
+
+
+def _plain(raw: BinaryIO, size: int) -> Iterator[bytes]:
+    while chunk := raw.read(min(_CHUNK, size)):
+        yield chunk
+        size -= len(chunk)
+
+
+def _gunzip(raw: BinaryIO) -> Iterator[bytes]:
+    file = gzip.GzipFile(fileobj=raw)
+    try:
+        while chunk := file.read1(_CHUNK):  # and not `read`, which keeps what comes before an error
+            yield chunk
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise _DamagedError(error) from error
+
+
+def _unzstd(raw: BinaryIO) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise OSError("a .zst needs the package zstandard: pip install zstandard") from error
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        for packed in iter(lambda: raw.read(_PACKED), b""):
+            while packed:
+                if frame.eof:  # a file may be several frames
+                    frame = zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(packed)
+                packed = frame.unused_data
+    except zstandard.ZstdError as error:
+        raise _DamagedError(error) from error
+    if not frame.eof:
+        raise _DamagedError("it is cut short")
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytearray]:
@@ -395,104 +568,31 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytearray]:
         yield line
 
 
-def _read_rows(piece: Piece, settings: Settings, reject: Reject) -> Iterator[tuple[str, Any]]:
-    with storage.open_read(piece.uri) as raw:
-        try:
-            file = _parquet(raw)
-        except ValueError as error:
-            reject(f"not parquet, or damaged ({error})", piece.size)
-            return
-        if settings.text_field not in file.schema_arrow.names:
-            has = ", ".join(map(repr, file.schema_arrow.names))
-            reject(f"it has no column {settings.text_field!r} but {has}; name it with --text-field", 0)
-            return
-        groups = list(range(piece.start, piece.stop or 0))
-        row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-        batches = iter(file.iter_batches(64, groups, [settings.text_field]))
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except (ValueError, OSError) as error:
-                if storage.is_remote(piece.uri):  # the way to it may be what fails
-                    raise OSError(f"{piece.uri}: cannot be read from row {row} on: {error}") from error
-                reject(f"damaged from row {row} on ({error})", 0)
-                return
-            for value in batch.column(0):
-                yield f"row {row}", value.as_py()
-                row += 1
+def _without_long_strings(line: bytearray) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The line with a name in place of each long string, and the bytes of the line inside its quotes by that name."""
+    strings: dict[str, tuple[int, int]] = {}
+
+    def short(string: re.Match[bytes]) -> bytes:
+        start, stop = string.span()
+        if stop - start < _LONG:
+            return string[0]
+        name = secrets.token_hex(16)  # which no text has
+        strings[name] = start + 1, stop - 1
+        return b'"%b"' % name.encode()
+
+    rest = bytes(line) if len(line) < _LONG else _STRING.sub(short, line)
+    if len(rest) > _BESIDE:
+        raise ValueError(f"it has {len(rest)} bytes beside its long strings, more than {_BESIDE} are not read")
+    return rest, strings
 
 
-def _read_ids(piece: Piece, settings: Settings, tokenizer: Tokenizer, reject: Reject) -> Iterator[tuple[Ids, bool]]:
-    if settings.bin_dtype is None:
-        raise ValueError(f"{piece.uri} holds ids without a header; name their type: --bin-dtype=uint16 or uint32")
-    dtype = np.dtype(settings.bin_dtype).newbyteorder("<")
-    position = 0
-    for chunk in _bytes(piece, reject):
-        odd = len(chunk) % dtype.itemsize  # at the end only: what is read at once is even
-        ids = np.frombuffer(chunk[: len(chunk) - odd], dtype)
-        wrong = np.flatnonzero(ids >= tokenizer.vocab_size)
-        if len(wrong):
-            at = position + int(wrong[0]) * dtype.itemsize
-            reject(
-                f"id {ids[wrong[0]]} at byte {at} is none of the {tokenizer.vocab_size} of the tokenizer", len(wrong)
-            )
-            ids = np.delete(ids, wrong)
-        if odd:
-            reject(f"it ends in the middle of an id, at byte {position + len(chunk) - odd}", odd)
-        ids = ids.astype(tokenizer.dtype)
-        ends = np.flatnonzero(ids == tokenizer.end_of_text)
-        for start, end in zip([0, *(ends[:-1] + 1)], ends, strict=True) if len(ends) else ():
-            yield ids[start:end], True
-        yield ids[ends[-1] + 1 if len(ends) else 0 :], False
-        position += len(chunk)
+def _unescape(line: bytearray, start: int, stop: int) -> Iterator[str]:
+    for part in _CHARACTERS.finditer(line, start, stop):
+        yield json.loads(f'"{part[0].decode()}"')
 
 
-def _bytes(piece: Piece, reject: Reject) -> Iterator[bytes]:
-    """The piece's bytes, unpacked."""
-    position = 0
-    with storage.open_read(piece.uri) as raw:
-        if not piece.packing:
-            if piece.start:
-                raw.seek(piece.start)
-            left = piece.size if piece.stop else sys.maxsize
-            while chunk := raw.read(min(_CHUNK, left)):
-                yield chunk
-                left -= len(chunk)
-            return
-        unpacked, errors = _unzstd(raw) if piece.packing == ".zst" else _gunzip(raw)
-        try:
-            for chunk in filter(None, unpacked):
-                yield chunk
-                position += len(chunk)
-        except errors as error:
-            reject(f"damaged after byte {position} of what it unpacks to ({error})", 0)
-
-
-def _gunzip(raw: BinaryIO) -> tuple[Iterator[bytes], tuple[type[Exception], ...]]:
-    file = gzip.GzipFile(fileobj=raw)
-    return iter(lambda: file.read(_CHUNK), b""), (EOFError, gzip.BadGzipFile, zlib.error)
-
-
-def _unzstd(raw: BinaryIO) -> tuple[Iterator[bytes], tuple[type[Exception], ...]]:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise OSError("a .zst needs the package zstandard: pip install zstandard") from error
-
-    def chunks() -> Iterator[bytes]:
-        frame = zstandard.ZstdDecompressor().decompressobj()
-        for packed in iter(lambda: raw.read(_PACKED), b""):
-            while packed:
-                if frame.eof:  # a file may be several frames
-                    frame = zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(packed)
-                packed = frame.unused_data
-        if not frame.eof:
-            raise EOFError("it is cut short")
-
-    return chunks(), (EOFError, zstandard.ZstdError)
+def _of_row(value: Any) -> list[Any]:
+    return [value.as_py()]
 
 
 def _parquet(raw: BinaryIO) -> Any:
@@ -504,45 +604,61 @@ def _parquet(raw: BinaryIO) -> Any:
     return pyarrow.parquet.ParquetFile(raw, buffer_size=1 << 20)  # else a whole column of a row group is in memory
 
 
-def _stop_or_skip(piece: Piece, settings: Settings) -> Reject:
-    def reject(problem: str, count: int) -> None:
-        if settings.on_error == "stop":
-            raise ValueError(f"{piece.uri}: {problem}; --on-error=skip leaves such things out")
-
-    return reject
+@functools.lru_cache(1)  # a worker has many pieces, and making one takes longer than a small piece
+def _tokenizer(raw: bytes) -> Tokenizer:
+    return tokenizer_from_dict(json.loads(raw))
 
 
-@functools.cache
-def _tokenizer(path: Path) -> Tokenizer:
-    return tokenizer_from_dict(json.loads(path.read_bytes()))
+def _part(work: Path, batch: Batch, split: str) -> Path:
+    return work / f"{batch[0].number:06d}.{split}"
 
 
-def _part(work: Path, piece: Piece, split: str) -> Path:
-    return work / f"{piece.number:06d}.{split}"
-
-
-def _record(work: Path, piece: Piece) -> Path:
-    return work / f"{piece.number:06d}.json"
+def _record(work: Path, batch: Batch) -> Path:
+    return work / f"{batch[0].number:06d}.json"
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def _each(
-    pool: ProcessPoolExecutor, verb: str, pieces: Sequence[Piece], work: Callable[..., T], *args: Any
-) -> Iterator[T]:
-    """What `work(piece, *args)` gives for each piece, in any order; tells how far it is."""
-    started = told = time.monotonic()
-    total, read = sum(piece.size for piece in pieces), 0
-    tasks: dict[Future[T], Piece] = {pool.submit(work, piece, *args): piece for piece in pieces}
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes for the pieces; where anything goes wrong they end at once and not with their pieces."""
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
     try:
-        for task in as_completed(tasks):
-            yield task.result()
-            read += tasks[task].size
+        yield pool
+    except BaseException:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _each(
+    pool: ProcessPoolExecutor,
+    verb: str,
+    batches: Sequence[Batch],
+    function: Callable[[Batch, Settings, Path], T],
+    settings: Settings,
+    work: Path,
+) -> Iterator[T]:
+    """What `function` gives for each batch, in any order; tells how far it is."""
+    started = told = time.monotonic()
+    total = sum(piece.size for batch in batches for piece in batch)
+    progress = np.memmap(work / "progress", np.int64, "r+")  # bytes read of each piece
+    progress[:] = 0
+    waiting, tasks = iter(batches), set[Future[T]]()
+    try:
+        while tasks := tasks | {
+            pool.submit(function, batch, settings, work) for batch in islice(waiting, _AHEAD - len(tasks))
+        }:
+            done, tasks = wait(tasks, _TELL, FIRST_COMPLETED)
+            yield from (task.result() for task in done)
             if (now := time.monotonic()) - told >= _TELL:
+                read = int(progress.sum())
                 told, rate = now, read / (now - started)
-                tell(f"{verb}: {read / 1e6:,.0f} of {total / 1e6:,.0f} MB, {rate / 1e6:.1f} MB/s, "
-                     f"{(total - read) / max(rate, 1):.0f} s left")  # fmt: skip
+                left = f"{(total - read) / rate:.0f} s left" if rate else "not known how long"
+                tell(f"{verb}: {read / 1e6:,.0f} of {total / 1e6:,.0f} MB, {rate / 1e6:.1f} MB/s, {left}")
     except BrokenProcessPool as error:
         raise OSError(
             "a worker was killed, maybe for want of memory; the same command goes on, fewer --workers need less"
@@ -567,7 +683,8 @@ def _end_with_parent() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command with `argv` (without the program's name) and returns its exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("mingpt").setLevel(logging.INFO)  # and not what others say of their work
     arguments = parse(argv)
     started = time.monotonic()
     try:
@@ -581,11 +698,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
     facts = index.facts
     train, val = (sum(shard.count for shard in split) for split in (index.train, index.val))
+    option = "" if facts["tokenizer"] == "char" else f" --data.tokenizer={facts['tokenizer']}"
     print(
         f"{arguments.out}: {train:,} tokens for training, {val:,} for validation, {facts['documents']:,} documents "
-        f"from {facts['bytes']:,} bytes, {facts['rejected']:,} rejected; {facts['tokenizer']}, vocabulary "
-        f"{facts['vocab_size']}; {len(index.train + index.val)} files, {time.monotonic() - started:.1f} s\n"
-        f"train on it: python train_gpt.py --data.path={arguments.out}"
+        f"from {facts['bytes']:,} bytes, {facts['rejected']:,} lines, rows or places left out; {facts['tokenizer']}, "
+        f"vocabulary {facts['vocab_size']}; {len(index.train + index.val)} files, {time.monotonic() - started:.1f} s\n"
+        f"train on it: python train_gpt.py --data.path={arguments.out}{option}"
     )
     return 0
 
@@ -593,44 +711,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m mingpt.prepare", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
+    # fmt: off
     add("sources", nargs="+", metavar="SOURCE", help="a file, folder, pattern or URI")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder for the result, for --data.path")
+    add("--out", type=_local, required=True, metavar="DIR", help="folder for the result, for --data.path")
     add("--tokenizer", required=True, choices=["char", "gpt2", "bpe"], help="by character, GPT-2's, or learned")
     add("--vocab-size", type=int, metavar="N", help="tokens that bpe learns, <|endoftext|> included (4096)")
     add("--val-fraction", type=float, default=0.1, metavar="F", help="share for validation (%(default)s)")
-    add(
-        "--val-by",
-        choices=["position", "document"],
-        default="position",
-        help="validation is the last tokens, or whole documents, chosen by a hash of their places (%(default)s)",
-    )
-    add(
-        "--workers",
-        type=int,
-        default=os.cpu_count(),
-        metavar="N",
-        help="processes; no matter for the result (%(default)s)",
-    )
+    add("--val-by", choices=["position", "document"], default="position",
+        help="validation is the last tokens, or whole documents, chosen by a hash of their places (%(default)s)")
+    add("--workers", type=int, default=os.cpu_count(), metavar="N",
+        help="processes; no matter for the result (%(default)s)")
     add("--text-field", default="text", metavar="NAME", help="of JSON lines and parquet (%(default)s)")
     add("--bin-dtype", choices=["uint16", "uint32"], help="of the ids in a .bin, which --tokenizer made")
     add("--shard-tokens", type=int, default=100_000_000, metavar="N", help="most tokens in a file (%(default)s)")
-    add(
-        "--on-error",
-        choices=["stop", "skip"],
-        default="stop",
-        help="what to do with bytes, lines, rows and ids that cannot be used: name the first and stop, or leave them "
-        "out, counted, the first ones named (%(default)s)",
-    )
+    add("--on-error", choices=["stop", "skip"], default="stop",
+        help="what to do with what cannot be used: name the first and stop, or leave it out. Counted are lines, rows, "
+             "and places in a file (bytes or ids near each other are one); the first ones are named (%(default)s)")
+    # fmt: on
     arguments = parser.parse_args(argv)
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         parser.error(f"--vocab-size is for --tokenizer=bpe; {arguments.tokenizer} has its own")
-    arguments.vocab_size = arguments.vocab_size or 4096
+    if arguments.vocab_size is None:
+        arguments.vocab_size = 4096
     if not 0 <= arguments.val_fraction < 1:
         parser.error(f"--val-fraction={arguments.val_fraction}: expected at least 0 and below 1")
     for name, least in (("vocab_size", 257), ("workers", 1), ("shard_tokens", 1)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name.replace('_', '-')}={getattr(arguments, name)}: expected at least {least}")
     return arguments
+
+
+def _local(folder: str) -> Path:
+    if storage.is_remote(folder):
+        raise argparse.ArgumentTypeError(f"{folder} is remote; write into a local folder, then copy it")
+    return storage.local_path(folder)
 
 
 def tell(line: str) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mingpt.model import GPT
 from mingpt.snapshot import load_snapshot
-from mingpt.tokenizer import CharTokenizer, Tokenizer
+from mingpt.tokenizer import CharTokenizer, Tokenizer, normalize
 
 BATCH = 8  # texts made at once: each more costs memory, and saves less and less time
 
@@ -112,7 +112,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def sample(arguments: argparse.Namespace) -> None:
     device = find_device(arguments.device)
-    prompts = [*map(read_prompt, arguments.prompt_file), *map(normalize, arguments.prompt)] or [""]
+    prompts = [
+        "".join(normalize([text])) for text in [*map(read_prompt, arguments.prompt_file), *arguments.prompt] or [""]
+    ]
     model, tokenizer, info = load_snapshot(arguments.snapshot, device)
     loss = "not evaluated" if info.get("val_loss") is None else f"val loss {info['val_loss']:.4f}"
     tell(f"{arguments.snapshot}: step {info['step']}, {loss}, {model.config.num_parameters:,} parameters, on {device}")
@@ -174,13 +176,14 @@ class Session:
         """Every sample of every prompt to stdout, in this order; of those made together the first one as it comes."""
         asked, block_size = self.arguments, self.model.config.block_size
         encoded = [encode(prompt, self.tokenizer, asked.unknown) for prompt in prompts]
-        for _, ids in encoded:
+        for number, (_, ids) in enumerate(encoded, 1):
             if len(ids) > block_size:
-                tell(f"the prompt has {len(ids)} tokens, the model reads the last {block_size} of them")
+                which = f"prompt {number}" if len(encoded) > 1 else "the prompt"
+                tell(f"{which} has {len(ids)} tokens, the model reads the last {block_size} of them")
         samples = range(1, asked.num_samples + 1)
-        places = [(prompt, number) for prompt in range(1, len(prompts) + 1) for number in samples]
-        for first in range(0, len(places), BATCH):
-            batch = places[first : first + BATCH]
+        texts = [(prompt, number) for prompt in range(1, len(prompts) + 1) for number in samples]
+        for first in range(0, len(texts), BATCH):
+            batch = texts[first : first + BATCH]
             replies = [Reply(self.tokenizer, asked.stop) for _ in batch]
             generators = [self.generator(number) for _, number in batch]
             steps = self.steps([encoded[prompt - 1][1] for prompt, _ in batch], generators, replies, batch)
@@ -205,7 +208,7 @@ class Session:
         question = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
         for turn in itertools.count(1):
             try:
-                _, said = encode(normalize(input(question)) + "\n", self.tokenizer, self.arguments.unknown)
+                _, said = encode("".join(normalize([input(question), "\n"])), self.tokenizer, self.arguments.unknown)
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -221,6 +224,7 @@ class Session:
                     if token != self.tokenizer.end_of_text:
                         ids.append(token)
                     print(reply.take(), end="", flush=True)
+            reply.close()  # a Ctrl-C leaves it open
             print(reply.take(), flush=True)
             if not self.tokenizer.decode(ids[-1:]).endswith("\n"):
                 ids += encode("\n", self.tokenizer, "drop")[1]
@@ -283,17 +287,12 @@ def read_prompt(file_name: str) -> str:
     with open(0 if file_name == "-" else file_name, "rb") as file:
         data = file.read()
     try:
-        return normalize(data.decode("utf-8").removeprefix("\ufeff"))
+        return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"--prompt-file={file_name} is not UTF-8: byte {data[error.start]:#04x} at offset {error.start}; "
             "convert it to UTF-8"
         ) from error
-
-
-def normalize(text: str) -> str:
-    """As in training texts, CRLF and CR become LF."""
-    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def encode(prompt: str, tokenizer: Tokenizer, unknown: str) -> tuple[str, list[int]]:

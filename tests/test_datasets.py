@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from mingpt import storage
 from mingpt.corpus import open_corpus
 
 
@@ -72,6 +73,18 @@ def test_tiny_shakespeare_is_verified(
     monkeypatch.setattr(sys, "argv", ["prepare.py", f"{server}/elsewhere.txt", f"--out={out}"])
     with pytest.raises(SystemExit, match="404"):
         script.main()
+
+
+def test_what_changes_at_a_server_has_another_identity(tmp_path: Path, server: str) -> None:
+    pytest.importorskip("aiohttp")
+    (tmp_path / "a.txt").write_bytes(b"some text")
+    before = storage.identity(f"{server}/a.txt")
+    assert storage.identity(f"{server}/a.txt") == before
+    os.utime(tmp_path / "a.txt", (1, 1))
+    touched = storage.identity(f"{server}/a.txt")
+    (tmp_path / "a.txt").write_bytes(b"other")
+    os.utime(tmp_path / "a.txt", (1, 1))
+    assert len({before, touched, storage.identity(f"{server}/a.txt")}) == 3
 
 
 def test_fineweb_is_read_where_it_is(tmp_path: Path, server: str) -> None:

@@ -19,7 +19,7 @@ from mingpt import storage
 from mingpt.data import Validation
 from mingpt.grid import split_point
 from mingpt.image import encode
-from mingpt.interop import main
+from mingpt.interop import main, new_folder
 from mingpt.model import GPT, PRESETS, GPTConfig
 from mingpt.snapshot import find_image, load_snapshot, model_tensors
 from mingpt.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
@@ -373,6 +373,15 @@ def test_what_is_there_stays(theirs: Path, run: Call, tmp_path: Path) -> None:
         assert code == 2 and f"--out={out}" in err and err.count("\n") == 1
     assert os.listdir(tmp_path / "full") == ["mine"]
     assert run("import", theirs, "--out", tmp_path / "a" / "new" / "one")[0] == 0
+
+
+def test_what_a_killed_one_left_is_removed_unless_it_lives(tmp_path: Path) -> None:
+    dead, living, other = (tmp_path / f".{name}.tmp" for name in ("out.0", "out.1", "out2.0"))
+    for folder in (dead, living, other):
+        folder.mkdir()
+    with storage.lock(living / ".lock"), new_folder(str(tmp_path / "out")) as folder:
+        assert folder.is_dir() and living.exists() and other.exists() and not dead.exists()
+    assert not [*(tmp_path / "out").iterdir()]
 
 
 @pytest.mark.parametrize("command", ["import", "export"])

@@ -1,11 +1,16 @@
 """Any corpus becomes the same prepared folder with any number of workers and after any kill; bad input is named."""
 
 import gzip
+import io
 import json
+import re
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,8 @@ import numpy as np
 import pytest
 import zstandard
 from conftest import ROOT, text
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mingpt import corpus, prepare, tokens
 from mingpt.tokenizer import BPETokenizer
@@ -54,6 +61,11 @@ def make(tmp_path: Path) -> MAKE:
     return make
 
 
+@pytest.fixture
+def asked() -> prepare.Settings:
+    return prepare.Settings("char", 4096, 0.1, "position", "text", None, 1000, "stop")
+
+
 def documents(corpus: tokens.TokenFile) -> list[str]:
     """What stands between the ends of documents, in the whole stream."""
     ids = corpus.tokens[np.arange(len(corpus.tokens))]
@@ -87,7 +99,7 @@ def test_a_folder_of_every_kind_of_file(tmp_path: Path, make: MAKE) -> None:
     assert documents(make(folder, "--val-fraction=0")) == expected
     index = json.loads((tmp_path / "out" / "index.json").read_bytes())
     assert index["facts"]["documents"] == 8 and index["facts"]["rejected"] == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["index.json", "train-00000.tokens"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".lock", "index.json", "train-00000.tokens"]
 
 
 def test_frames_may_cut_characters_and_be_empty(tmp_path: Path, make: MAKE) -> None:
@@ -106,12 +118,41 @@ def test_damaged_parquet_is_left_out_on_request(tmp_path: Path, make: MAKE, caps
     (tmp_path / "a.parquet").write_bytes(raw)
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
     (tmp_path / "c.txt").write_bytes(b"text")
+    raw[-50:-8] = b"\xff" * 42  # the footer
+    (tmp_path / "d.parquet").write_bytes(raw)
+    for name in "abd":
+        make(tmp_path / f"{name}.parquet", expect=2)
+        said = capsys.readouterr().err.splitlines()
+        assert f"{name}.parquet: not parquet, or damaged from row 0 on" in said[-1]
+    names = ("a.parquet", "b.parquet", "c.txt", "d.parquet")
+    assert documents(make(*(tmp_path / name for name in names), "--on-error=skip")) == ["text"]
+    assert "3 lines, rows or places left out" in capsys.readouterr().out
+
+
+def test_a_row_that_is_no_text_is_left_out_alone(
+    tmp_path: Path, make: MAKE, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    column = pyarrow.array([b"one", b"\xff", b"three"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     make(tmp_path / "a.parquet", expect=2)
-    assert "a.parquet: damaged from row 0 on" in capsys.readouterr().err
-    assert documents(make(*(tmp_path / name for name in ("a.parquet", "b.parquet", "c.txt")), "--on-error=skip")) == [
-        "text"
-    ]
-    assert "2 rejected" in capsys.readouterr().out
+    assert "a.parquet: row 1 cannot be read: 'utf-8' codec can't decode" in capsys.readouterr().err
+    assert documents(make(tmp_path / "a.parquet", "--on-error=skip")) == ["one", "three"]
+
+
+@pytest.mark.parametrize(
+    ("uri", "kind"),
+    [
+        ("https://host/x.jsonl?download=true", ("lines", "")),
+        ("https://host/x.TXT.zst?a=b.parquet", ("text", ".zst")),
+        ("/folder/what?.jsonl", ("lines", "")),
+    ],
+)
+def test_what_a_server_is_asked_is_no_part_of_the_name(uri: str, kind: tuple[str, str]) -> None:
+    piece = prepare.Piece(0, 0, uri, 0, None, True, 0)
+    assert (piece.format, piece.packing) == kind
 
 
 @pytest.mark.parametrize("source", ["memory://in/a.txt", "memory://in", "memory://in/*.txt", "{here}/*.txt"])
@@ -136,12 +177,19 @@ def test_rows_of_parquet(tmp_path: Path, make: MAKE, capsys: pytest.CaptureFixtu
     assert "a.parquet: row 1 has no text in 'text' but NoneType" in capsys.readouterr().err
 
 
-def test_ids_as_nanogpt_writes_them(tmp_path: Path, make: MAKE, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ids_as_nanogpt_writes_them(
+    tmp_path: Path, make: MAKE, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpt2 = BPETokenizer.gpt2()
     ids = np.concatenate([[*gpt2.encode(f"document {i}"), gpt2.end_of_text] for i in range(5)]).astype("<u2")
     ids.tofile(tmp_path / "train.bin")
     corpus = make(tmp_path / "train.bin", "--bin-dtype=uint16", tokenizer="gpt2")
     assert corpus.tokens[np.arange(len(ids))].tolist() == ids.tolist() and len(corpus.tokens) == len(ids)
+    assert documents(corpus) == [f"document {i}" for i in range(5)]
+    # A read may give less than it was asked for.
+    monkeypatch.setattr(prepare, "_plain", lambda raw, size: iter(lambda: raw.read(3), b""))
+    (tmp_path / "out" / "index.json").unlink()
+    corpus = make(tmp_path / "train.bin", "--bin-dtype=uint16", tokenizer="gpt2")
     assert documents(corpus) == [f"document {i}" for i in range(5)]
     (tmp_path / "out" / "index.json").unlink()
     ids[3] = 60000
@@ -159,6 +207,7 @@ def test_ids_as_nanogpt_writes_them(tmp_path: Path, make: MAKE, capsys: pytest.C
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
+LONG = "a" * 70_000  # longer than what is read at once to find where a word ends
 ODD = "word wörter \u3000 日本。\n\n  x\u00a0 \u2003y\r\n" + "a" * 70 + "\r\n \t end"
 
 
@@ -168,7 +217,7 @@ def test_pieces_of_a_text_do_not_show(
     tmp_path: Path, make: MAKE, piece: int, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "PIECE", piece)
-    content = ODD * 3
+    content = ODD * 3 + f"{LONG} {LONG}"
     (tmp_path / "a.txt").write_bytes(content.encode())
     corpus = make(tmp_path / "a.txt", tokenizer=tokenizer)
     expected = corpus.tokenizer.encode(content.replace("\r\n", "\n")).tolist()
@@ -184,6 +233,18 @@ def test_pieces_of_lines_do_not_show(
     texts = [f"document {i} é" * (i % 7) + "." for i in range(30)]
     (tmp_path / "a.jsonl").write_bytes(lines(*texts))
     assert documents(make(tmp_path / "a.jsonl")) == texts
+
+
+def test_small_files_share_a_part(tmp_path: Path, make: MAKE, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "PIECE", 100)
+    texts = [f"document {i}" for i in range(90)]
+    for i, content in enumerate(texts):
+        (tmp_path / f"{i:02d}.jsonl").write_bytes(lines(content))
+    batches = list(prepare.in_batches(prepare.plan_pieces([str(tmp_path / f"{i:02d}.jsonl") for i in range(90)])))
+    assert [len(batch) for batch in batches] == [3] * 30, "of some 32 bytes each"
+    corpus = make(tmp_path / "*.jsonl", "--val-by=document", "--val-fraction=0.3")
+    assert sorted(documents(corpus)) == sorted(texts) and documents(corpus) != texts
+    assert 0 < corpus.split(0) < len(corpus.tokens)
 
 
 def test_shards_and_both_ways_to_choose_validation(tmp_path: Path, make: MAKE) -> None:
@@ -218,9 +279,14 @@ def test_shards_and_both_ways_to_choose_validation(tmp_path: Path, make: MAKE) -
         ("a.jsonl", lines("x") + b'{"text": "\\ud800"}\n', "byte 23 has half of a surrogate pair", ["x"]),
         ("a.jsonl", lines("x") + b'{"text": "\xff"}\n', "the line at byte 23 is not JSON", ["x"]),
         ("a.jsonl", lines("x") + b"[" * 100_000 + b"\n", "the line at byte 23 is not JSON", ["x"]),
-        ("a.txt.gz", gzip.compress(b"packed text")[:-9], "a.txt.gz: damaged after byte", None),
+        ("a.txt.gz", gzip.compress(b"packed text")[:-9], "a.txt.gz: damaged after byte", ["packed text"]),
         ("a.txt.gz", b"no gzip", "a.txt.gz: damaged after byte 0 ", None),
-        ("a.txt.zst", zstandard.compress(b"packed text" * 9)[:-3], "a.txt.zst: damaged after byte", None),
+        (
+            "a.txt.zst",
+            zstandard.compress(b"one") + zstandard.compress(b"two" * 9)[:-3],
+            "damaged after byte 3",
+            ["one"],
+        ),
         ("a.txt.zst", b"no zstd at all", "a.txt.zst: damaged after byte 0 ", None),
         ("a.bin.gz", gzip.compress(b"ab"), "a.bin.gz: a packed .bin is not read; unpack it first", None),
         ("a.parquet", b"no parquet", "a.parquet: not parquet, or damaged", None),
@@ -235,8 +301,10 @@ def test_bad_input_is_named_and_left_out_on_request(
     make(tmp_path / name, tokenizer=tokenizer, expect=2)
     said = capsys.readouterr().err
     assert message in said.splitlines()[-1] and not (tmp_path / "out" / "index.json").exists()
-    if left and tokenizer == "bpe":
-        assert documents(make(tmp_path / name, "--on-error=skip", tokenizer=tokenizer)) == left
+    if left:
+        corpus = make(tmp_path / name, "--on-error=skip", "--val-fraction=0", tokenizer=tokenizer)
+        whole = corpus.tokenizer.decode(corpus.tokens[np.arange(len(corpus.tokens))])
+        assert whole == ("" if tokenizer == "char" else "<|endoftext|>").join([*left, ""])
         assert f"left out: {tmp_path}" in capsys.readouterr().err
         assert json.loads((tmp_path / "out/index.json").read_bytes())["facts"]["rejected"] == 1
 
@@ -245,6 +313,8 @@ def test_bad_input_is_named_and_left_out_on_request(
     ("options", "message"),
     [
         (["--vocab-size=300"], "--vocab-size is for --tokenizer=bpe"),
+        (["--tokenizer=bpe", "--vocab-size=0"], "--vocab-size=0: expected at least 257"),
+        (["--out=s3://bucket/folder"], "--out: s3://bucket/folder is remote; write into a local folder"),
         (["--val-fraction=1"], "--val-fraction=1.0: expected at least 0 and below 1"),
         (["--workers=0"], "--workers=0: expected at least 1"),
         (["--shard-tokens=0"], "--shard-tokens=0: expected at least 1"),
@@ -267,14 +337,36 @@ def test_what_is_not_there_or_empty(tmp_path: Path, make: MAKE, capsys: pytest.C
 # --- again, and after a kill ------------------------------------------------------------------------------------------
 
 
-def test_the_same_command_again_and_another(tmp_path: Path, make: MAKE, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_again_and_another(
+    tmp_path: Path, make: MAKE, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text(text(), encoding="utf-8")
     make(tmp_path / "a.txt")
     said = capsys.readouterr().out
+    monkeypatch.delattr(prepare, "_make")
     make(tmp_path / "a.txt")
     assert capsys.readouterr().out.split(";")[0] == said.split(";")[0]
     make(tmp_path / "a.txt", "--val-fraction=0.5", expect=2)
     assert "holds another corpus" in capsys.readouterr().err
+
+
+def test_another_corpus_in_the_place_of_one(tmp_path: Path, make: MAKE) -> None:
+    for content in ("abc", "xyz"):
+        (tmp_path / "a.txt").write_text(content, encoding="utf-8")
+        corpus = make(tmp_path / "a.txt", "--val-fraction=0", tokenizer="char")
+        assert corpus.tokenizer.decode(corpus.tokens[np.arange(3)]) == content
+        shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("source", [".", "**", "*"])
+def test_a_result_among_the_sources_is_none(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text(text(), encoding="utf-8")
+    for _ in range(2):
+        assert prepare.main([source, "--out=.", "--tokenizer=char"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "a.txt", ".lock", "index.json", "train-00000.tokens", "val-00000.tokens"
+    }  # fmt: skip
 
 
 def test_a_text_that_changes_while_it_is_read(
@@ -292,41 +384,110 @@ def test_a_text_that_changes_while_it_is_read(
     assert "a.txt changed while it was read" in capsys.readouterr().err
 
 
+# --- processes --------------------------------------------------------------------------------------------------------
+
 RUN = """
-import os, signal, sys
-from mingpt import prepare
+import os, signal, sys, threading
+from mingpt import prepare, storage
 prepare.PIECE = 4000
-each, kill = prepare._each, int(sys.argv.pop(1))
-def killed(pool, verb, *args):
+trouble = sys.argv[1]
+each, replace_file, encode = prepare._each, storage.replace_file, prepare.encode
+
+def killed_while_encoding(pool, verb, *args):
     for number, result in enumerate(each(pool, verb, *args), 1):
-        if verb == "encoding" and number == kill:
+        if verb == "encoding" and number == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         yield result
-prepare._each = killed
+
+def killed_while_writing(path, chunks):
+    def first():
+        yield next(iter(chunks))
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace_file(path, first() if path.name == "train-00001.tokens" else chunks)
+
+def hanging(piece, settings, work):
+    print("at work", flush=True)
+    threading.Event().wait()
+
+def killed(piece, settings, work):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if trouble == "encoding":
+    prepare._each = killed_while_encoding
+elif trouble == "writing":
+    storage.replace_file = killed_while_writing
+elif trouble in ("hanging", "killed"):
+    prepare.encode = globals()[trouble]
 if __name__ == "__main__":
-    sys.exit(prepare.main())
+    sys.exit(prepare.main(sys.argv[2:]))
 """
 
 
-def test_a_kill_and_other_workers_change_no_byte(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(text(60_000), encoding="utf-8")
-    (tmp_path / "b.jsonl").write_bytes(lines(*text(20_000).split("\n")))
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Starts the command in processes of its own, with a trouble, on a.txt and b.jsonl."""
+    (tmp_path / "a.txt").write_text(text(6000) * 10, encoding="utf-8")
+    (tmp_path / "b.jsonl").write_bytes(lines(*text(2000).split("\n") * 10))
+    (tmp_path / "run.py").write_text(RUN, encoding="utf-8")
+    started = []
 
-    def run(kill: int, out: str, workers: int) -> tuple[int, str]:
-        command = [sys.executable, "-c", RUN, str(kill), "a.txt", "b.jsonl", "--tokenizer=bpe", f"--out={out}"]
-        done = subprocess.run(
-            [*command, f"--workers={workers}", "--shard-tokens=9000", "--val-by=document"], cwd=tmp_path, text=True,
-            capture_output=True, check=False, env={"PYTHONPATH": str(ROOT)},
+    def start(trouble: str = "none", out: str = "out", workers: int = 2) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "run.py", trouble, "a.txt", "b.jsonl", "--tokenizer=bpe", "--vocab-size=300",
+             f"--out={out}", f"--workers={workers}", "--shard-tokens=9000", "--val-by=document"],
+            cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
-        return done.returncode, done.stderr
+        started.append(process)
+        return process
 
-    assert run(0, "undisturbed", 1)[0] == 0
-    assert run(5, "killed", 2)[0] == -9
-    assert not (tmp_path / "killed/index.json").exists()
-    code, said = run(0, "killed", 2)
-    assert code == 0 and "going on: " in said
-    files = {path.name: path.read_bytes() for path in (tmp_path / "undisturbed").iterdir()}
-    assert files == {path.name: path.read_bytes() for path in (tmp_path / "killed").iterdir()} and len(files) > 3
+    yield start
+    for process in started:
+        process.kill()
+
+
+@pytest.mark.parametrize("trouble", ["encoding", "writing"])
+def test_a_kill_and_other_workers_change_no_byte(
+    tmp_path: Path, command: Callable[..., "subprocess.Popen[str]"], trouble: str
+) -> None:
+    undisturbed = command(out="undisturbed", workers=1)
+    assert undisturbed.wait(60) == 0
+    killed = command(trouble)
+    assert killed.wait(60) == -9 and not (tmp_path / "out/index.json").exists()
+    again = command()
+    assert "going on: " in again.communicate(timeout=60)[1] and again.returncode == 0
+    files, expected = (
+        {path.name: path.read_bytes() for path in (tmp_path / out).iterdir() if path.name != ".lock"}
+        for out in ("out", "undisturbed")
+    )
+    assert files == expected and len(files) > 3
+
+
+def test_two_at_once_wait_for_each_other(tmp_path: Path, command: Callable[..., "subprocess.Popen[str]"]) -> None:
+    (tmp_path / "out").mkdir()
+    with corpus.only_process(tmp_path / "out", "out"):
+        both = [command(), command()]
+        for process in both:
+            assert process.stderr and "waiting for another process" in process.stderr.readline()
+    said = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert said[0].split(";")[0] == said[1].split(";")[0]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_workers_end_with_the_command(
+    command: Callable[..., "subprocess.Popen[str]"], number: signal.Signals, code: int
+) -> None:
+    process = command("hanging")
+    assert process.stdout and process.stdout.readline() == "at work\n"
+    process.send_signal(number)
+    process.communicate(timeout=60)  # comes back when nobody has the pipes any more
+    assert process.returncode == code
+
+
+def test_a_worker_that_is_killed_is_told(command: Callable[..., "subprocess.Popen[str]"]) -> None:
+    process = command("killed")
+    assert "a worker was killed, maybe for want of memory; the same" in process.communicate(timeout=60)[1]
+    assert process.returncode == 1
 
 
 def test_a_text_is_prepared_without_torch() -> None:
@@ -334,12 +495,116 @@ def test_a_text_is_prepared_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=False).returncode == 0
 
 
-def test_a_long_work_tells_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 2.0, 10.0])
-    monkeypatch.setattr(prepare.time, "monotonic", lambda: next(clock))
-    pieces = [prepare.Piece(i, 0, "a.txt", 0, None, False, size) for i, size in enumerate((10**7, 4 * 10**7))]
-    assert sorted(prepare._each(Inline(), "encoding", pieces, lambda piece: piece.number)) == [0, 1]
-    assert capsys.readouterr().err == "encoding: 50 of 50 MB, 5.0 MB/s, 0 s left\n"
+def test_a_long_piece_tells_how_far_it_is(
+    tmp_path: Path, asked: prepare.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(4 << 20))
+    monkeypatch.setattr(prepare, "_TELL", 0.01)
+    monkeypatch.setattr(prepare, "_CHUNK", 1 << 20)
+    told = threading.Event()
+
+    def tell(line: str) -> None:
+        if re.fullmatch(r"encoding: 3 of 4 MB, [\d.]+ MB/s, \d+ s left", line):
+            told.set()
+
+    monkeypatch.setattr(prepare, "tell", tell)
+
+    def read(batch: prepare.Batch, *args: Any) -> str:
+        reader = prepare.Reader(batch[0], asked, tmp_path)
+        for number, _ in enumerate(reader._bytes(), 1):
+            if number == 4:
+                assert told.wait(60)
+        return "done"
+
+    piece = prepare.Piece(1, 0, str(tmp_path / "a.txt"), 0, None, False, 4 << 20)
+    np.memmap(tmp_path / "progress", np.int64, "w+", shape=2).flush()
+    with ThreadPoolExecutor(1) as pool:
+        assert list(prepare._each(pool, "encoding", [(piece,)], read, asked, tmp_path)) == ["done"]
+
+
+def test_learning_keeps_documents_apart(tmp_path: Path, make: MAKE) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(*"a" * 50))
+    assert make(tmp_path / "a.jsonl").tokenizer.vocab_size == 257, "no pair of characters is in any document"
+
+
+def test_a_folder_of_the_user_is_meant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert prepare.parse(["x", "--out=~/out", "--tokenizer=char"]).out == tmp_path / "out"
+
+
+# --- long lines and bombs ---------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text() | st.text(alphabet='\\"/\r\n\u00e9\u65e5\U0001f600 u', max_size=300), st.booleans())
+def test_a_long_string_of_json_comes_in_parts(value: str, ascii_only: bool) -> None:
+    raw = json.dumps({"x": value, "text": value, "y": [1, {"z": value}]}, ensure_ascii=ascii_only)
+    line = bytearray(raw.encode("utf-8", "surrogatepass"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "_LONG", 12)
+        patch.setattr(
+            prepare, "_CHARACTERS", re.compile(prepare._CHARACTERS.pattern.replace(b"65536", b"2"), re.DOTALL)
+        )
+        short, strings = prepare._without_long_strings(line)
+        document = json.loads(short)
+        assert document.keys() == {"x", "text", "y"} and document["y"][0] == 1
+        where = strings.get(document["text"])
+        assert ("".join(prepare._unescape(line, *where)) if where else document["text"]) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "long line\\x"}', "the line at byte 0 cannot be read: Invalid \\escape"),
+        ('{"text": "long line\x01"}', "the line at byte 0 cannot be read: Invalid control character"),
+        ('{"text": "long line\\ud800"}', "the line at byte 0 has half of a surrogate pair"),
+        ('{"text": "long line', "the line at byte 0 is not JSON: "),
+        ('{"x": "long line", "y": [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6]}', "bytes beside its long strings"),
+    ],
+)
+def test_a_bad_long_line(
+    tmp_path: Path, make: MAKE, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    line: str, message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(prepare, "_LONG", 8)
+    monkeypatch.setattr(prepare, "_BESIDE", 80)
+    (tmp_path / "a.jsonl").write_text(
+        f'{line}\n{{"text": "short"}}\n{{"text": "a\\r\\nlong\\rline"}}', encoding="utf-8"
+    )
+    make(tmp_path / "a.jsonl", expect=2)
+    assert message in capsys.readouterr().err
+    assert documents(make(tmp_path / "a.jsonl", "--on-error=skip")) == ["short", "a\nlong\nline"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("unit", ["hello world ", "\U0001f600 hello\n"])
+def test_a_long_line_takes_no_multiple_of_memory(tmp_path: Path, unit: str) -> None:
+    size = 50_000_000
+    raw = json.dumps({"text": unit * (size // len(unit))}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_text(raw, encoding="utf-8")
+    np.memmap(tmp_path / "progress", np.int64, "w+", shape=1).flush()
+    command = r"""
+import re, sys
+from pathlib import Path
+from mingpt.prepare import Piece, Settings, symbols_of
+def peak():
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+settings = Settings("char", 4096, 0.1, "position", "text", None, 1000, "stop")
+before = peak()
+symbols_of((Piece(0, 0, "a.jsonl", 0, None, True, 0),), settings, Path())
+print(peak() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert int(done.stdout) < len(raw.encode()) * 1.3 + 40e6
+
+
+def test_a_little_zstd_does_not_unpack_to_much_at_once() -> None:
+    bomb = zstandard.compress(bytes(200 << 20))
+    chunks = [len(chunk) for chunk in prepare._unzstd(io.BytesIO(bomb))]
+    assert len(bomb) < 30_000 and sum(chunks) == 200 << 20 and max(chunks) <= 1 << 25
 
 
 def test_long_lines_come_whole() -> None:

@@ -128,6 +128,13 @@ def test_training_learns_frequent_pairs_and_no_more_than_asked(bpe: BPETokenizer
         BPETokenizer.train([TEXT], 256)
 
 
+def test_white_space_without_end(bpe: BPETokenizer) -> None:
+    text = " " * 1_100_000 + "x"
+    assert bpe.decode(bpe.encode(text)) == text
+    assert BPETokenizer.train([text], 257).vocab_size == 257
+    assert bpe.encode("").tolist() == []
+
+
 def test_the_mark_of_a_documents_end_is_text_in_a_text(bpe: BPETokenizer) -> None:
     ids = bpe.encode("foo <|endoftext|> bar")
     assert bpe.end_of_text not in ids and bpe.decode(ids) == "foo <|endoftext|> bar"
