@@ -225,6 +225,12 @@ def test_pieces_of_a_text_do_not_show(
     assert corpus.tokens[np.arange(len(corpus.tokens))].tolist() == expected + end
 
 
+def test_no_piece_ends_after_a_space_beyond_ascii() -> None:
+    for length in range((1 << 16) - 12, (1 << 16) + 4):  # so that it lies across what is read at once
+        raw = b"a" * length + "\u3000 b c".encode()
+        assert prepare._cut_after(io.BytesIO(raw), 4, prepare._WORD_END, len(raw)) == raw.index(b" c")
+
+
 @pytest.mark.parametrize("piece", [5, 64, 1 << 25])
 def test_pieces_of_lines_do_not_show(
     tmp_path: Path, make: MAKE, piece: int, monkeypatch: pytest.MonkeyPatch
