@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import Runs, read_until_step
 
 from mingpt import storage
 from mingpt.storage import RemoteStore, Store, open_store, redact
@@ -708,3 +710,37 @@ def test_azure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         open_store("az://bucket/runs").probe()
     told(caught, began)
     assert key not in str(caught.value)
+
+
+@pytest.mark.store
+@pytest.mark.timeout(400)
+def test_a_run_outlives_its_store(weed: Server, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_keys(monkeypatch, weed.url, KEY, SECRET).mkdir("training")
+    settings = ("--train.reduction=exact", "--train.max_steps=2000", "--train.eval_interval=0", "--log.interval=10")
+    there = ("--snapshot.uri=s3://training/run", "--snapshot.save_interval=50", *settings)
+    first = runs.start(*there, "--name=there")
+    said = read_until_step(first, 200)
+    assert f"in use by another start of this run (process {first.pid} on" in runs(*there, "--name=second", expect=2)
+    weed.kill()
+    said += read_until_step(first, int(re.findall(r"^step +(\d+)/", said, re.M)[-1]) + 300)
+    first.kill()  # while the store is down
+    first.communicate()
+    refused = runs(*there, "--name=there", expect=1)
+    assert "error: s3://training/run" in refused and "Traceback" not in refused
+    weed.start()
+    output = runs(*there, "--name=there")
+    assert "going on at step" in output
+    runs("--name=calm", *settings)
+    sums = [re.findall(r"state_sha256 +(\w+)", said) for said in (output, runs("--name=calm", *settings))]
+    assert sums[0] == sums[1], "no bit was lost"
+
+    shutil.rmtree(runs.folder / "runs")  # who has the URI alone goes on
+    longer = [setting.replace("2000", "2010") for setting in there]
+    assert "going on at step 2000 of 2010" in runs(*longer, "--name=elsewhere")
+    listed = subprocess.run(
+        [sys.executable, "-m", "mingpt.snapshot", "verify", "s3://training/run"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert listed.stdout.count(" yes ") == 2
+    written = "".join(path.read_text("utf-8") for path in (runs.folder / "runs").rglob("*") if path.is_file())
+    assert SECRET not in written + output + longer[0]
