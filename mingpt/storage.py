@@ -58,8 +58,9 @@ class Store(ABC):
     def put(self, name: str, chunks: Iterable[Bytes]) -> None:
         """Gives `name` the bytes of `chunks`, or leaves what was there; durable when it returns.
 
-        Streams: no second copy of the whole is made. After a TimeoutError the new bytes may still appear, whole. After a passing fault of a remote store `chunks` is gone through
-        again, which only one that starts anew each time (a list, no generator) can be.
+        Streams: no second copy of the whole is made. After a passing fault of a remote store `chunks` is gone through
+        again, which only one that starts anew each time (a list, no generator) can be. After a TimeoutError the new
+        bytes may still appear, whole.
         """
 
     @abstractmethod
