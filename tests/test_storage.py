@@ -220,6 +220,14 @@ def test_a_passing_fault_is_tried_again_with_growing_pauses(driven: Any) -> None
     assert driver.calls == 1
 
 
+def test_a_look_that_failed_is_no_proof_that_nothing_is_there(driven: Any) -> None:
+    for looked in (fault("EndpointConnectionError"), fault("ClientError", response=REPLY("SlowDown", 503))):
+        looked.__context__ = FileNotFoundError("bucket/runs/name")  # what an earlier look of the same call found
+        store, _, _ = driven(looked, patience=0)
+        with pytest.raises(ConnectionError):
+            store.read("name")
+
+
 def test_a_wrong_key_is_not_tried_again(driven: Any) -> None:
     store, driver, slept = driven(PermissionError("Access Denied"), None)
     with pytest.raises(PermissionError, match=r"no right, or a wrong key \(Access Denied\).*AWS_ACCESS_KEY_ID"):
