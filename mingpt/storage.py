@@ -59,7 +59,8 @@ class Store(ABC):
         """Gives `name` the bytes of `chunks`, or leaves what was there; durable when it returns.
 
         Streams: no second copy of the whole is made. After a passing fault of a remote store `chunks` is gone through
-        again, which only one that starts anew each time (a list, no generator) can be.
+        again, which only one that starts anew each time (a list, no generator) can be. After a TimeoutError the new
+        bytes may still appear, whole.
         """
 
     @abstractmethod
@@ -450,16 +451,17 @@ def _translated(error: Exception, uri: str) -> OSError | ValueError:
         return ConnectionError(f"{uri}: the server has forgotten the parts that it was sent ({text})")
     if said & {"401", "403"} or "PermissionError" in kinds or text.startswith("Forbidden"):
         return PermissionError(f"{uri}: no right, or a wrong key ({text}): get the right there, or {_cure(scheme)}")
-    if said & {"NoSuchBucket", "ContainerNotFound"}:
-        return FileNotFoundError(f"{uri}: there is no such bucket: make it, or correct the name")
-    if "404" in said or "FileNotFoundError" in kinds:
-        return FileNotFoundError(f"{uri}: {text}" if "bucket:" in text else f"{uri} does not exist")
     if kinds & _TIMEOUTS:
         return TimeoutError(f"{uri}: no answer in time ({text}): see whether the server is up, and the way to it")
     if kinds & _CONNECTIONS or any(re.fullmatch(r"5\d\d|429|408", status) for status in said):
         return ConnectionError(
             f"{uri}: the server cannot serve this now ({text}): see whether it is up and can be reached"
         )
+    # After those: a driver may look on, and fail, when one look found nothing. That is no proof of absence.
+    if said & {"NoSuchBucket", "ContainerNotFound"}:
+        return FileNotFoundError(f"{uri}: there is no such bucket: make it, or correct the name")
+    if "404" in said or "FileNotFoundError" in kinds:
+        return FileNotFoundError(f"{uri}: {text}" if "bucket:" in text else f"{uri} does not exist")
     if "ImportError" in kinds:
         driver = _DRIVERS.get(scheme)
         return ValueError(f"{uri}: {text}" + f": python -m pip install {driver}" * bool(driver))
