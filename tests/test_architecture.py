@@ -35,8 +35,9 @@ IMPORTS: dict[str, set[str]] = {
     "sample": {"snapshot", "model", "tokenizer"},
     "interop": {"snapshot", "image", "model", "tokenizer", "storage"},
     "__init__": {"model", "snapshot", "trainer"},  # on first use, for `from mingpt import GPT`
+    "documents": {"corpus", "tokens", "tokenizer", "storage"},
     # mingpt/prepare.py, and those in data/, which use it
-    "prepare": {"corpus", "grid", "tokens", "tokenizer", "storage", "prepare"},
+    "prepare": {"documents", "corpus", "grid", "tokens", "tokenizer", "storage", "prepare"},
 }  # fmt: skip
 IMPORTS["train_gpt"] = set(IMPORTS)  # train_gpt.py puts everything together
 

@@ -22,7 +22,7 @@ from conftest import ROOT, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mingpt import corpus, prepare, tokens
+from mingpt import corpus, documents, prepare, tokens
 from mingpt.tokenizer import BPETokenizer
 
 MAKE = Callable[..., tokens.TokenFile]
@@ -66,7 +66,7 @@ def asked() -> prepare.Settings:
     return prepare.Settings("char", 4096, 0.1, "position", "text", None, 1000, "stop")
 
 
-def documents(corpus: tokens.TokenFile) -> list[str]:
+def documents_in(corpus: tokens.TokenFile) -> list[str]:
     """What stands between the ends of documents, in the whole stream."""
     ids = corpus.tokens[np.arange(len(corpus.tokens))]
     ends = np.flatnonzero(ids == corpus.tokenizer.end_of_text)
@@ -96,7 +96,7 @@ def test_a_folder_of_every_kind_of_file(tmp_path: Path, make: MAKE) -> None:
     (folder / ".hidden").write_bytes(b"\xff")
     expected = ["one\ntwo\nthree <|endoftext|> four", "first é", "se\ncond 😀", "third", "packed twice"]
     expected += ["in ", "frames", "below"]
-    assert documents(make(folder, "--val-fraction=0")) == expected
+    assert documents_in(make(folder, "--val-fraction=0")) == expected
     index = json.loads((tmp_path / "out" / "index.json").read_bytes())
     assert index["facts"]["documents"] == 8 and index["facts"]["rejected"] == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".lock", "index.json", "train-00000.tokens"]
@@ -105,7 +105,7 @@ def test_a_folder_of_every_kind_of_file(tmp_path: Path, make: MAKE) -> None:
 def test_frames_may_cut_characters_and_be_empty(tmp_path: Path, make: MAKE) -> None:
     frames = b"".join(map(zstandard.compress, (b"a\xe6", b"", b"\x97", b"\xa5\r", b"\n")))
     (tmp_path / "a.txt.zst").write_bytes(frames)
-    assert documents(make(tmp_path / "a.txt.zst")) == ["a日\n"]
+    assert documents_in(make(tmp_path / "a.txt.zst")) == ["a日\n"]
 
 
 def test_damaged_parquet_is_left_out_on_request(tmp_path: Path, make: MAKE, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_damaged_parquet_is_left_out_on_request(tmp_path: Path, make: MAKE, caps
         said = capsys.readouterr().err.splitlines()
         assert f"{name}.parquet: not parquet, or damaged from row 0 on" in said[-1]
     names = ("a.parquet", "b.parquet", "c.txt", "d.parquet")
-    assert documents(make(*(tmp_path / name for name in names), "--on-error=skip")) == ["text"]
+    assert documents_in(make(*(tmp_path / name for name in names), "--on-error=skip")) == ["text"]
     assert "3 lines, rows or places left out" in capsys.readouterr().out
 
 
@@ -139,7 +139,7 @@ def test_a_row_that_is_no_text_is_left_out_alone(
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     make(tmp_path / "a.parquet", expect=2)
     assert "a.parquet: row 1 cannot be read: 'utf-8' codec can't decode" in capsys.readouterr().err
-    assert documents(make(tmp_path / "a.parquet", "--on-error=skip")) == ["one", "three"]
+    assert documents_in(make(tmp_path / "a.parquet", "--on-error=skip")) == ["one", "three"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_row_that_is_no_text_is_left_out_alone(
     ],
 )
 def test_what_a_server_is_asked_is_no_part_of_the_name(uri: str, kind: tuple[str, str]) -> None:
-    piece = prepare.Piece(0, 0, uri, 0, None, True, 0)
+    piece = documents.Piece(0, 0, uri, 0, None, True, 0)
     assert (piece.format, piece.packing) == kind
 
 
@@ -159,7 +159,7 @@ def test_what_a_server_is_asked_is_no_part_of_the_name(uri: str, kind: tuple[str
 def test_files_folders_and_patterns_here_and_at_a_uri(tmp_path: Path, make: MAKE, source: str) -> None:
     fsspec.filesystem("memory").pipe("/in/a.txt", b"a text")
     (tmp_path / "a.txt").write_bytes(b"a text")
-    assert documents(make(source.format(here=tmp_path))) == ["a text"]
+    assert documents_in(make(source.format(here=tmp_path))) == ["a text"]
 
 
 def test_rows_of_parquet(tmp_path: Path, make: MAKE, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +168,7 @@ def test_rows_of_parquet(tmp_path: Path, make: MAKE, capsys: pytest.CaptureFixtu
 
     rows = [f"row {i}" for i in range(200)]
     parquet.write_table(pyarrow.table({"x": range(200), "body": rows}), tmp_path / "a.parquet", row_group_size=30)
-    assert documents(make(tmp_path / "a.parquet", "--text-field=body", "--val-fraction=0")) == rows
+    assert documents_in(make(tmp_path / "a.parquet", "--text-field=body", "--val-fraction=0")) == rows
     (tmp_path / "out" / "index.json").unlink()
     make(tmp_path / "a.parquet", expect=2)
     assert "a.parquet: it has no column 'text' but 'x', 'body'; name it with --text-field" in capsys.readouterr().err
@@ -185,12 +185,12 @@ def test_ids_as_nanogpt_writes_them(
     ids.tofile(tmp_path / "train.bin")
     corpus = make(tmp_path / "train.bin", "--bin-dtype=uint16", tokenizer="gpt2")
     assert corpus.tokens[np.arange(len(ids))].tolist() == ids.tolist() and len(corpus.tokens) == len(ids)
-    assert documents(corpus) == [f"document {i}" for i in range(5)]
+    assert documents_in(corpus) == [f"document {i}" for i in range(5)]
     # A read may give less than it was asked for.
-    monkeypatch.setattr(prepare, "_plain", lambda raw, size: iter(lambda: raw.read(3), b""))
+    monkeypatch.setattr(documents, "_plain", lambda raw, size: iter(lambda: raw.read(3), b""))
     (tmp_path / "out" / "index.json").unlink()
     corpus = make(tmp_path / "train.bin", "--bin-dtype=uint16", tokenizer="gpt2")
-    assert documents(corpus) == [f"document {i}" for i in range(5)]
+    assert documents_in(corpus) == [f"document {i}" for i in range(5)]
     (tmp_path / "out" / "index.json").unlink()
     ids[3] = 60000
     (tmp_path / "train.bin").write_bytes(ids.tobytes() + b"\x01")
@@ -216,7 +216,7 @@ ODD = "word wörter \u3000 日本。\n\n  x\u00a0 \u2003y\r\n" + "a" * 70 + "\r\
 def test_pieces_of_a_text_do_not_show(
     tmp_path: Path, make: MAKE, piece: int, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "PIECE", piece)
+    monkeypatch.setattr(documents, "PIECE", piece)
     content = ODD * 3 + f"{LONG} {LONG}"
     (tmp_path / "a.txt").write_bytes(content.encode())
     corpus = make(tmp_path / "a.txt", tokenizer=tokenizer)
@@ -228,28 +228,28 @@ def test_pieces_of_a_text_do_not_show(
 def test_no_piece_ends_after_a_space_beyond_ascii() -> None:
     for length in range((1 << 16) - 12, (1 << 16) + 4):  # so that it lies across what is read at once
         raw = b"a" * length + "\u3000 b c".encode()
-        assert prepare._cut_after(io.BytesIO(raw), 4, prepare._WORD_END, len(raw)) == raw.index(b" c")
+        assert documents._cut_after(io.BytesIO(raw), 4, documents._WORD_END, len(raw)) == raw.index(b" c")
 
 
 @pytest.mark.parametrize("piece", [5, 64, 1 << 25])
 def test_pieces_of_lines_do_not_show(
     tmp_path: Path, make: MAKE, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(prepare, "PIECE", piece)
+    monkeypatch.setattr(documents, "PIECE", piece)
     texts = [f"document {i} é" * (i % 7) + "." for i in range(30)]
     (tmp_path / "a.jsonl").write_bytes(lines(*texts))
-    assert documents(make(tmp_path / "a.jsonl")) == texts
+    assert documents_in(make(tmp_path / "a.jsonl")) == texts
 
 
 def test_small_files_share_a_part(tmp_path: Path, make: MAKE, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "PIECE", 100)
+    monkeypatch.setattr(documents, "PIECE", 100)
     texts = [f"document {i}" for i in range(90)]
     for i, content in enumerate(texts):
         (tmp_path / f"{i:02d}.jsonl").write_bytes(lines(content))
-    batches = list(prepare.in_batches(prepare.plan_pieces([str(tmp_path / f"{i:02d}.jsonl") for i in range(90)])))
+    batches = list(prepare.in_batches(documents.plan_pieces([str(tmp_path / f"{i:02d}.jsonl") for i in range(90)])))
     assert [len(batch) for batch in batches] == [3] * 30, "of some 32 bytes each"
     corpus = make(tmp_path / "*.jsonl", "--val-by=document", "--val-fraction=0.3")
-    assert sorted(documents(corpus)) == sorted(texts) and documents(corpus) != texts
+    assert sorted(documents_in(corpus)) == sorted(texts) and documents_in(corpus) != texts
     assert 0 < corpus.split(0) < len(corpus.tokens)
 
 
@@ -260,12 +260,12 @@ def test_shards_and_both_ways_to_choose_validation(tmp_path: Path, make: MAKE) -
     n_tokens = len(by_position.tokens)
     assert by_position.split(0.9) == n_tokens - n_tokens // 4, "the folder's split, not the config's"
     counts = [shard["count"] for shard in json.loads((tmp_path / "out/index.json").read_bytes())["train"]]
-    assert counts[:-1] == [37] * (len(counts) - 1) and documents(by_position) == texts
+    assert counts[:-1] == [37] * (len(counts) - 1) and documents_in(by_position) == texts
     (tmp_path / "out" / "index.json").unlink()
     by_document = make(tmp_path / "a.jsonl", "--val-fraction=0.25", "--val-by=document")
     at = by_document.split(0)
-    train = documents(tokens.TokenFile(by_document.tokens[:at], by_document.tokenizer, "", tmp_path))
-    val = documents(tokens.TokenFile(by_document.tokens[at:], by_document.tokenizer, "", tmp_path))
+    train = documents_in(tokens.TokenFile(by_document.tokens[:at], by_document.tokenizer, "", tmp_path))
+    val = documents_in(tokens.TokenFile(by_document.tokens[at:], by_document.tokenizer, "", tmp_path))
     assert sorted(train + val) == sorted(texts) and 10 < len(val) < 45
     assert train == sorted(train, key=texts.index) and val == sorted(val, key=texts.index)
 
@@ -394,8 +394,8 @@ def test_a_text_that_changes_while_it_is_read(
 
 RUN = """
 import os, signal, sys, threading
-from mingpt import prepare, storage
-prepare.PIECE = 4000
+from mingpt import documents, prepare, storage
+documents.PIECE = 4000
 trouble = sys.argv[1]
 each, replace_file, encode = prepare._each, storage.replace_file, prepare.encode
 
@@ -506,7 +506,7 @@ def test_a_long_piece_tells_how_far_it_is(
 ) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(4 << 20))
     monkeypatch.setattr(prepare, "_TELL", 0.01)
-    monkeypatch.setattr(prepare, "_CHUNK", 1 << 20)
+    monkeypatch.setattr(documents, "_CHUNK", 1 << 20)
     told = threading.Event()
 
     def tell(line: str) -> None:
@@ -516,13 +516,13 @@ def test_a_long_piece_tells_how_far_it_is(
     monkeypatch.setattr(prepare, "tell", tell)
 
     def read(batch: prepare.Batch, *args: Any) -> str:
-        reader = prepare.Reader(batch[0], asked, tmp_path)
+        reader = prepare._reader(batch[0], asked, tmp_path)
         for number, _ in enumerate(reader._bytes(), 1):
             if number == 4:
                 assert told.wait(60)
         return "done"
 
-    piece = prepare.Piece(1, 0, str(tmp_path / "a.txt"), 0, None, False, 4 << 20)
+    piece = documents.Piece(1, 0, str(tmp_path / "a.txt"), 0, None, False, 4 << 20)
     np.memmap(tmp_path / "progress", np.int64, "w+", shape=2).flush()
     with ThreadPoolExecutor(1) as pool:
         assert list(prepare._each(pool, "encoding", [(piece,)], read, asked, tmp_path)) == ["done"]
@@ -547,15 +547,15 @@ def test_a_long_string_of_json_comes_in_parts(value: str, ascii_only: bool) -> N
     raw = json.dumps({"x": value, "text": value, "y": [1, {"z": value}]}, ensure_ascii=ascii_only)
     line = bytearray(raw.encode("utf-8", "surrogatepass"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "_LONG", 12)
+        patch.setattr(documents, "_LONG", 12)
         patch.setattr(
-            prepare, "_CHARACTERS", re.compile(prepare._CHARACTERS.pattern.replace(b"65536", b"2"), re.DOTALL)
+            documents, "_CHARACTERS", re.compile(documents._CHARACTERS.pattern.replace(b"65536", b"2"), re.DOTALL)
         )
-        short, strings = prepare._without_long_strings(line)
+        short, strings = documents._without_long_strings(line)
         document = json.loads(short)
         assert document.keys() == {"x", "text", "y"} and document["y"][0] == 1
         where = strings.get(document["text"])
-        assert ("".join(prepare._unescape(line, *where)) if where else document["text"]) == value
+        assert ("".join(documents._unescape(line, *where)) if where else document["text"]) == value
 
 
 @pytest.mark.parametrize(
@@ -572,14 +572,14 @@ def test_a_bad_long_line(
     tmp_path: Path, make: MAKE, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     line: str, message: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(prepare, "_LONG", 8)
-    monkeypatch.setattr(prepare, "_BESIDE", 80)
+    monkeypatch.setattr(documents, "_LONG", 8)
+    monkeypatch.setattr(documents, "_BESIDE", 80)
     (tmp_path / "a.jsonl").write_text(
         f'{line}\n{{"text": "short"}}\n{{"text": "a\\r\\nlong\\rline"}}', encoding="utf-8"
     )
     make(tmp_path / "a.jsonl", expect=2)
     assert message in capsys.readouterr().err
-    assert documents(make(tmp_path / "a.jsonl", "--on-error=skip")) == ["short", "a\nlong\nline"]
+    assert documents_in(make(tmp_path / "a.jsonl", "--on-error=skip")) == ["short", "a\nlong\nline"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -592,7 +592,8 @@ def test_a_long_line_takes_no_multiple_of_memory(tmp_path: Path, unit: str) -> N
     command = r"""
 import re, sys
 from pathlib import Path
-from mingpt.prepare import Piece, Settings, symbols_of
+from mingpt.documents import Piece
+from mingpt.prepare import Settings, symbols_of
 def peak():
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 settings = Settings("char", 4096, 0.1, "position", "text", None, 1000, "stop")
@@ -609,10 +610,10 @@ print(peak() - before)
 
 def test_a_little_zstd_does_not_unpack_to_much_at_once() -> None:
     bomb = zstandard.compress(bytes(200 << 20))
-    chunks = [len(chunk) for chunk in prepare._unzstd(io.BytesIO(bomb))]
+    chunks = [len(chunk) for chunk in documents._unzstd(io.BytesIO(bomb))]
     assert len(bomb) < 30_000 and sum(chunks) == 200 << 20 and max(chunks) <= 1 << 25
 
 
 def test_long_lines_come_whole() -> None:
     chunks = [b"a\r\nb", b"c" * 100, b"", b"\n\n", b"d"]
-    assert [bytes(line) for line in prepare._lines(chunks)] == [b"a\r\n", b"b" + b"c" * 100 + b"\n", b"\n", b"d"]
+    assert [bytes(line) for line in documents._lines(chunks)] == [b"a\r\n", b"b" + b"c" * 100 + b"\n", b"\n", b"d"]
