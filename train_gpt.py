@@ -30,13 +30,14 @@ from mingpt.corpus import open_corpus
 from mingpt.data import Validation
 from mingpt.distributed import World
 from mingpt.elastic import STOP_EXIT_CODE, StopSignals
+from mingpt.faults import redact
 from mingpt.grid import Grid, mix, share
 from mingpt.image import Image
 from mingpt.lease import Run, TakenOverError, record_run
 from mingpt.model import GPT, GPTConfig, check_causal
+from mingpt.remote import open_store
 from mingpt.resume import changes_on_resume
 from mingpt.snapshot import Manifest, Snapshots, find_run
-from mingpt.storage import open_store, redact
 from mingpt.tokenizer import CharTokenizer, tokenizer_from_dict
 from mingpt.tokens import TokenFile
 from mingpt.trainer import Trainer

@@ -157,7 +157,10 @@ class Lease:
 def read_holder(store: Store) -> Holder | None:
     """Who holds the lease of the run whose snapshots `store` has."""
     try:
-        return Holder(**json.loads(store.read(_LEASE)))
+        holder = Holder(**json.loads(store.read(_LEASE)))
+        numbers, texts = (holder.generation, holder.pid, holder.started, holder.beat), (holder.nonce, holder.machine)
+        sound = all(type(it) is int for it in numbers) and all(type(it) is str for it in texts)
+        return holder if sound else None
     except (FileNotFoundError, ValueError, TypeError):  # none, or a damaged one, which nobody renews
         return None
 

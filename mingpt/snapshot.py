@@ -26,7 +26,8 @@ from torch import Tensor
 from mingpt.image import Image, decode, encode, sha256s
 from mingpt.lease import Lease, Run, open_run, record_run
 from mingpt.model import GPT, GPTConfig
-from mingpt.storage import PIECE, Store, is_remote, local_path, open_store
+from mingpt.remote import open_store
+from mingpt.storage import PIECE, Store, is_remote, local_path
 from mingpt.tokenizer import Tokenizer, tokenizer_from_dict
 
 log = logging.getLogger(__name__)

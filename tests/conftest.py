@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from mingpt.remote import open_store
 from mingpt.snapshot import Manifest, Snapshots, read_manifests
-from mingpt.storage import open_store
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,9 +14,9 @@ from mingpt import storage
 from mingpt.image import encode
 from mingpt.lease import Run, record_run
 from mingpt.model import GPT, GPTConfig
+from mingpt.remote import open_store
 from mingpt.resume import changes_on_resume
 from mingpt.snapshot import _check_of, find_image, find_run, load_snapshot, load_weights, model_tensors
-from mingpt.storage import open_store
 from mingpt.tokenizer import CharTokenizer
 
 CONFIG = GPTConfig(vocab_size=3, block_size=8, n_layer=1, n_head=1, n_embd=8)

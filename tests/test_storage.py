@@ -28,8 +28,10 @@ from typing import Any
 import pytest
 from conftest import Runs, read_until_step
 
-from mingpt import storage
-from mingpt.storage import RemoteStore, Store, open_store, redact
+from mingpt import remote, storage
+from mingpt.faults import redact
+from mingpt.remote import RemoteStore, open_store
+from mingpt.storage import Store
 
 ROOT = Path(__file__).resolve().parents[1]
 KEY, SECRET = "AKIAPLANTEDKEY012345", "planted/Secret+0123456789abcdefghijklmnop"  # what must never be told
@@ -247,7 +249,7 @@ def test_what_can_be_gone_through_once_is_sent_once(driven: Any) -> None:
 def test_an_upload_that_ends_early_publishes_nothing_and_is_sent_in_pieces(
     driven: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "PIECE", 1000)
+    monkeypatch.setattr(remote, "PIECE", 1000)
     store, driver, _ = driven(None, None, PermissionError("revoked"))
     with pytest.raises(PermissionError):
         store.put("name", [REST])
@@ -434,7 +436,7 @@ def test_a_server_that_does_not_answer_is_told_in_time(driven: Any, monkeypatch:
 
 
 def test_an_upload_that_hangs_is_given_up(driven: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "PIECE_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "PIECE_SECONDS", 0.05)
     store, driver, _ = driven(patience=0)
     hung = threading.Event()
     driver._call = lambda: hung.wait(20)
@@ -482,7 +484,7 @@ def s3_keys(monkeypatch: pytest.MonkeyPatch, endpoint: str, key: str, secret: st
 
 def test_s3(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     works(open_store(s3))
-    monkeypatch.setattr(storage, "PIECE", 5 << 20)  # the least that S3 takes for a part
+    monkeypatch.setattr(remote, "PIECE", 5 << 20)  # the least that S3 takes for a part
     big = random.Random(0).randbytes(13 << 20)
     store = open_store(s3)
     store.put("big", [big])
@@ -632,7 +634,7 @@ def test_s3_against_a_real_server(weed: Server, monkeypatch: pytest.MonkeyPatch,
 def test_a_server_that_is_killed_in_the_middle_of_an_upload_and_back(
     weed: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "PIECE", 5 << 20)
+    monkeypatch.setattr(remote, "PIECE", 5 << 20)
     driver = s3_keys(monkeypatch, weed.url, KEY, SECRET)
     driver.mkdir("killed")
     store = open_store("s3://killed/runs", patience=100)
@@ -656,7 +658,7 @@ def test_a_server_that_is_killed_in_the_middle_of_an_upload_and_back(
     assert len(passes) > 1 and store.read("image") == new and store.names() == ["image"]
     assert not driver.call_s3("list_multipart_uploads", Bucket="killed").get("Uploads")  # the first one's parts
 
-    monkeypatch.setattr(storage, "PIECE_SECONDS", 5)
+    monkeypatch.setattr(remote, "PIECE_SECONDS", 5)
     for how in (signal.SIGSTOP, signal.SIGKILL):  # and not back
         weed.kill(how)
         began = time.monotonic()
