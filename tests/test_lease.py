@@ -19,7 +19,6 @@ from mingpt.remote import open_store
 from mingpt.snapshot import Snapshots, find_run
 from mingpt.storage import Store
 
-
 ODD = b'{"generation": "9", "nonce": 1, "machine": null, "pid": 1, "started": 0, "beat": 0}'
 
 
