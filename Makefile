@@ -22,7 +22,7 @@ train: $(VENV)/installed
 	$(VENV)/bin/python -m mingpt.sample $(RUN) --max-new-tokens=300
 
 test: $(VENV)/installed-dev
-	$(VENV)/bin/python -m pytest -q $(ARGS)
+	$(VENV)/bin/python -m pytest -q --numprocesses=2 --dist=worksteal $(ARGS)
 
 # The longer proofs: kills at any moment, world sizes, clean exits, compiling.
 proof: $(VENV)/installed-dev
