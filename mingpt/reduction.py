@@ -147,6 +147,7 @@ class ExactReduction:
             if p.grad is None:
                 p.grad = torch.empty_like(p)
             p.grad.view(-1).copy_(part).mul_(scale)
+        # Not times `scale`, which is float32; plus nothing, or nan where the sum is bad.
         return self._loss[0].double() / (self.SCALE * self._cells) + 0 * scale if with_loss else None
 
     def close(self) -> None:

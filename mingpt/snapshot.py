@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mingpt.faults import redact
 from mingpt.image import Image, decode, encode, sha256s
 from mingpt.lease import Lease, Run, open_run, record_run
 from mingpt.model import GPT, GPTConfig
@@ -250,22 +251,25 @@ def read_manifests(store: Store) -> list[Manifest]:
 
     Raises OSError where the store or a manifest cannot be read: that is not "there is none".
     """
-    manifests = []
-    for stem in _stems(store, _MANIFEST):
-        try:
-            facts = json.loads(store.read(stem + _MANIFEST))
-            wanted = {"run_id": str, "step": int, "generation": int, "size": int, "sha256": str}
-            if not all(isinstance(facts[key], kind) for key, kind in wanted.items()):
-                raise TypeError("a field has the wrong type")
-            if facts.pop("check") != _check_of(facts):
-                raise ValueError("its check differs")
-        except FileNotFoundError:
-            continue  # pruned since it was listed
-        except (ValueError, TypeError, KeyError) as error:
-            log.warning("ignoring the snapshot %s/%s: its manifest is damaged (%r)", store.uri, stem, error)
-            continue
-        manifests.append(Manifest(store, stem, facts))
+    manifests = [manifest for stem in _stems(store, _MANIFEST) if (manifest := _read_manifest(store, stem))]
     return sorted(manifests, key=lambda manifest: manifest.order, reverse=True)
+
+
+def _read_manifest(store: Store, stem: str) -> Manifest | None:
+    """The manifest of that name; None where there is none (it may be pruned since it was listed), or a damaged one."""
+    try:
+        facts = json.loads(store.read(stem + _MANIFEST))
+        wanted = {"run_id": str, "step": int, "generation": int, "size": int, "sha256": str}
+        if not all(isinstance(facts[key], kind) for key, kind in wanted.items()):
+            raise TypeError("a field has the wrong type")
+        if facts.pop("check") != _check_of(facts):
+            raise ValueError("its check differs")
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        log.warning("ignoring the snapshot %s/%s: its manifest is damaged (%r)", store.uri, stem, error)
+        return None
+    return Manifest(store, stem, facts)
 
 
 def _check_of(facts: Mapping[str, object]) -> str:
@@ -352,15 +356,19 @@ def find_image(uri: str) -> tuple[str, Image]:
         name = name.removesuffix(_MANIFEST) + _IMAGE
     if name.endswith(_IMAGE) or not is_remote(uri) and local_path(uri).is_file():
         store = open_store(folder or ("/" if uri.startswith("/") else "."))
-        if name not in store.names():
-            raise FileNotFoundError(f"there is no snapshot {uri}: name a run's folder, a snapshot folder or a file")
-        beside = [manifest for manifest in read_manifests(store) if manifest.image_name == name]
-        return f"{store.uri}/{name}", read_verified(beside[0]) if beside else _read_image(store, name)
+        stem = name.removesuffix(_IMAGE)
+        try:  # not by a list of names, which a web server does not give
+            beside = _read_manifest(store, stem) if _NAME.fullmatch(stem) else None
+            return f"{store.uri}/{name}", read_verified(beside) if beside else _read_image(store, name)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"there is no snapshot {redact(uri)}: name a run's folder, a snapshot folder or a file"
+            ) from error
     for place in (f"{uri.rstrip('/')}/snapshots", uri):
         store = open_store(place)
         if found := newest_valid(read_manifests(store), store):
             return found[0].image_uri, found[1]
-    raise FileNotFoundError(f"no snapshot is in {uri}: name a run's folder, a snapshot folder or a file")
+    raise FileNotFoundError(f"no snapshot is in {redact(uri)}: name a run's folder, a snapshot folder or a file")
 
 
 def load_snapshot(uri: str, device: str = "cpu") -> tuple[GPT, Tokenizer, dict[str, Any]]:

@@ -28,7 +28,7 @@ IMPORTS: dict[str, set[str]] = {
     "reduction": {"distributed"},
     "lease": {"storage"},
     "resume": set(),
-    "snapshot": {"storage", "remote", "image", "lease", "model", "tokenizer"},
+    "snapshot": {"faults", "storage", "remote", "image", "lease", "model", "tokenizer"},
     "elastic": set(),
     "metrics": set(),
     "trainer": {

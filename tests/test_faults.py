@@ -39,8 +39,11 @@ def saves_with_fault(folder: Path, number: int, fault: Any, told: int) -> None:
             if count == number:
                 fault()
 
-    run, ours = start(folder)
     sys.addaudithook(watch)
+    try:
+        run, ours = start(folder)  # in a restart too
+    except OSError:
+        os._exit(1)
     for step in STEPS:
         try:
             ours.save(image(step, run.run_id), step=step, generation=run.generation, facts={})
