@@ -1,9 +1,13 @@
 """A snapshot is whole or not there; the newest valid one is found; only what may change changes on resume."""
 
+import functools
 import hashlib
+import http.server
+import importlib.util
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -297,6 +301,21 @@ def test_loading_needs_nothing_but_the_image(tmp_path: Path) -> None:
         assert not model.training
         assert tokenizer.decode([1, 2]) == "ab"
         assert torch.equal(model.transformer.wte.weight, expected.transformer.wte.weight)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="pip install aiohttp")
+def test_an_image_at_a_web_address_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "copied.safetensors").write_bytes(image(3).numpy().tobytes())
+    for module in ("snapshot", "remote"):
+        monkeypatch.setattr(f"mingpt.{module}.PIECE", 1000)  # several pieces, of a server that knows no ranges
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert load_snapshot(f"{address}/copied.safetensors")[2]["step"] == 3
+        with pytest.raises(FileNotFoundError, match=f"there is no snapshot {address}/missing"):
+            load_snapshot(f"{address}/missing.safetensors")
+        server.shutdown()
 
 
 def test_what_cannot_be_loaded_is_told_apart(tmp_path: Path) -> None:
