@@ -40,6 +40,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+
+# Before there is a process group: its functions take the one that is there by default, and what DDP imports later loads
+# it. So kept alive, gloo's threads outlive the interpreter, and one exit in some hundred aborts.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous

@@ -1,8 +1,11 @@
 """How a world forms, without processes."""
 
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,3 +39,33 @@ def test_a_rank_that_never_comes_is_told_in_time() -> None:
     store.set("mingpt/arrived/1", "dead1")
     with pytest.raises(dist.DistStoreError, match="not all ranks arrived in time"):
         _formation(world(0), store, timedelta(seconds=0.05))
+
+
+ENDS = """
+import gc
+from pathlib import Path
+from mingpt.distributed import World, leave
+from mingpt.reduction import FastReduction
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+reduction = FastReduction(torch.nn.Linear(2, 2), World(0, 0, 2, 2, torch.device("cpu")), cells=2)
+reduction.module(torch.ones(1, 2)).sum().backward()
+print(*(task.read_text() for task in Path("/proc/self/task").glob("*/comm")))
+del reduction
+gc.collect()
+leave()
+print("left")
+print(*(task.read_text() for task in Path("/proc/self/task").glob("*/comm")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_thread_of_the_process_group_outlives_it() -> None:
+    # In an interpreter of its own: what was imported before the group was made is what matters.
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
+    )
+    before, after = done.stdout.split("left")
+    assert "gloo" in before and "gloo" not in after
