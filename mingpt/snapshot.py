@@ -9,9 +9,11 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +36,7 @@ from mingpt.tokenizer import Tokenizer, tokenizer_from_dict
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{9,})-g(\d+)-[0-9a-f]{8}")
+_NICE = 10  # priority of saving: beside training on every core it takes a third of the speed, else nearly half
 _IMAGE, _MANIFEST = ".safetensors", ".json"
 
 
@@ -118,11 +121,9 @@ class Snapshots:
         }
         manifest = Manifest(self.store, stem, content)
         self.store.put(manifest.image_name, [data.numpy().data])
-        try:
-            read_verified(manifest)
-        except ValueError as error:
+        if not _holds(self.store, manifest.image_name, data):
             self.store.delete(manifest.image_name)
-            raise OSError(f"{error}: check the disk") from error
+            raise OSError(f"{manifest.image_uri} does not give back the bytes that were written: check the disk")
         self._check()  # the upload may have taken long
         self.store.put(stem + _MANIFEST, [json.dumps(content | {"check": _check_of(content)}, indent=1).encode()])
         try:
@@ -201,7 +202,7 @@ class Saver:
 
     def __init__(self, snapshots: Snapshots) -> None:
         self._snapshots = snapshots
-        self._thread = ThreadPoolExecutor(1, "snapshots")
+        self._thread = ThreadPoolExecutor(1, "snapshots", initializer=_give_way)
         self._buffer: Tensor | None = None
         self._saving: Future[Manifest] | None = None
 
@@ -244,6 +245,12 @@ class Saver:
     def close(self) -> None:
         """Waits for the save that is on its way."""
         self._thread.shutdown()
+
+
+def _give_way() -> None:
+    """Lets the calling thread compute where the training leaves a core. On Linux, where priorities are per thread."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def read_manifests(store: Store) -> list[Manifest]:
@@ -318,6 +325,16 @@ def read_verified(manifest: Manifest) -> Image:
     if digest.hexdigest() != facts["sha256"]:
         raise ValueError(f"the bytes of {manifest.image_uri} are not those that were written (sha256 differs)")
     return image
+
+
+def _holds(store: Store, name: str, data: Tensor) -> bool:
+    """Whether the store gives `data` (uint8) back under that name; read piece by piece, so that it costs no memory."""
+    with store.open(name) as file:
+        for start in range(0, data.numel(), PIECE):
+            piece = file.read(PIECE)
+            if not np.array_equal(np.frombuffer(piece, np.uint8), data[start : start + PIECE].numpy()):
+                return False
+        return not file.read(1)
 
 
 def _read_image(store: Store, name: str, digest: Any = None) -> Image:
