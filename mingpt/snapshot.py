@@ -162,22 +162,19 @@ class Snapshots:
         return sorted(set(_stems(self.store, _IMAGE)) - set(_stems(self.store, _MANIFEST)))
 
     def prune(self, saved: Manifest) -> None:
-        """Removes what need not be kept now that `saved` is durable."""
-        manifests = self.all()
+        """Removes what need not be kept now that `saved` is durable; nothing newer, which is a later start's."""
+        older = [manifest for manifest in self.all() if manifest.order < saved.order]
+        manifests = [saved, *older]
         for stem in self._orphans():
             # Of a save that was cut off. One older than every manifest may have lost its own, which is the user's.
             if manifests[-1].order < _order(stem) < saved.order and self._is_ours(stem):
                 log.info("removing %s, which has no manifest, now that a newer snapshot is there", stem + _IMAGE)
                 self.store.delete(stem + _IMAGE)
-        keep = [*manifests[: self._keep_last], saved]
+        keep = [*manifests[: self._keep_last], min(manifests, key=_loss)]
         if self._keep_interval:
-            keep += [m for m in manifests if m.facts["step"] % self._keep_interval == 0]
-        losses = [(float(m.facts["val_loss"]), m) for m in manifests if m.facts.get("val_loss") is not None]
-        keep += [
-            m for _, m in sorted((pair for pair in losses if math.isfinite(pair[0])), key=lambda pair: pair[0])[:1]
-        ]
-        for manifest in manifests:
-            if manifest.stem not in [kept.stem for kept in keep]:
+            keep += [manifest for manifest in older if manifest.facts["step"] % self._keep_interval == 0]
+        for manifest in older:
+            if manifest not in keep:
                 # The manifest first: an image without one is no snapshot.
                 self.store.delete(manifest.stem + _MANIFEST)
                 self.store.delete(manifest.image_name)
@@ -293,6 +290,12 @@ def _order(stem: str) -> tuple[int, int]:
     """`Manifest.order`, told by a name alone."""
     step, generation = cast(re.Match[str], _NAME.fullmatch(stem)).groups()
     return int(generation), int(step)
+
+
+def _loss(manifest: Manifest) -> float:
+    """Its validation loss, infinite where there is none, or no number."""
+    loss = manifest.facts.get("val_loss")
+    return float(loss) if loss is not None and math.isfinite(loss) else math.inf
 
 
 def newest_valid(manifests: Sequence[Manifest], store: Store) -> tuple[Manifest, Image] | None:

@@ -158,6 +158,22 @@ def test_retention_keeps_the_last_the_pinned_and_the_best_of_this_run_only(tmp_p
     assert len(list(tmp_path.glob("*.safetensors"))) == 5
 
 
+def test_one_that_wakes_late_removes_nothing_of_a_later_start(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (late,) = manifests(tmp_path)
+    save(tmp_path, 2, 3, 4, generation=2)
+    snapshots(tmp_path, "us", keep_last=1).prune(late)
+    assert kept(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_snapshot_that_someone_removed_meanwhile_does_not_end_the_run(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (saved,) = manifests(tmp_path)
+    manifest_file(saved).unlink()
+    snapshots(tmp_path, "us").prune(saved)
+    assert image_file(saved).exists()
+
+
 def test_nothing_is_deleted_before_the_newer_one_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, keep_last=1)
     replace = storage.replace_file
