@@ -104,13 +104,15 @@ class Lease:
         self.check()
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
 
-    def check(self) -> None:
+    def check(self, beat: bool = False) -> None:
         """Raises TakenOverError where a later start took the lease; an earlier one's claim is overwritten."""
         with self._turn:
             theirs = read_holder(self._store)
             if theirs is not None and theirs.rights > self._mine.rights:
                 self._lost = theirs
-            elif theirs is None or theirs.rights != self._mine.rights:
+            elif self._end.is_set():
+                pass  # it is given back already
+            elif beat or theirs is None or theirs.rights != self._mine.rights:
                 self._write()
         self.raise_if_lost()
 
@@ -130,21 +132,18 @@ class Lease:
                 theirs = read_holder(self._store)
                 if theirs is not None and theirs.rights == self._mine.rights:
                     self._store.delete(_LEASE)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log.warning("the lease of %s is not given back: %s", self._store.uri, error)
 
     def _beat(self) -> None:
         failed = False
         while not self._end.wait(BEAT_SECONDS):
             try:
-                self.check()
-                with self._turn:
-                    if not self._end.is_set():  # else it is given back already
-                        self._write()
+                self.check(beat=True)
                 failed = False
             except TakenOverError:
                 return
-            except OSError as error:
+            except (OSError, ValueError) as error:  # whatever a store raises: without a beat another would take the run
                 if not failed:
                     log.warning("the lease of %s is not renewed: %s", self._store.uri, error)
                 failed = True
@@ -157,11 +156,15 @@ class Lease:
 def read_holder(store: Store) -> Holder | None:
     """Who holds the lease of the run whose snapshots `store` has."""
     try:
-        holder = Holder(**json.loads(store.read(_LEASE)))
+        content = store.read(_LEASE)  # what it raises else is no proof that nobody has it
+    except FileNotFoundError:
+        return None
+    try:
+        holder = Holder(**json.loads(content))
         numbers, texts = (holder.generation, holder.pid, holder.started, holder.beat), (holder.nonce, holder.machine)
         sound = all(type(it) is int for it in numbers) and all(type(it) is str for it in texts)
         return holder if sound else None
-    except (FileNotFoundError, ValueError, TypeError):  # none, or a damaged one, which nobody renews
+    except (ValueError, TypeError):  # a damaged one, which nobody renews
         return None
 
 
@@ -205,9 +208,11 @@ def record_run(run: Run, out_dir: Path, store: Store | None, facts: Mapping[str,
 
 def _read_record(place: Store) -> dict[str, Any] | None:
     try:
-        record = json.loads(place.read(_RECORD))
+        content = place.read(_RECORD)
     except FileNotFoundError:
         return None
+    try:
+        record = json.loads(content)
     except ValueError as error:
         raise ValueError(
             f"{place.uri}/{_RECORD} is damaged ({error}): restore it, or move the folder away to start over"

@@ -262,14 +262,16 @@ def read_manifests(store: Store) -> list[Manifest]:
 def _read_manifest(store: Store, stem: str) -> Manifest | None:
     """The manifest of that name; None where there is none (it may be pruned since it was listed), or a damaged one."""
     try:
-        facts = json.loads(store.read(stem + _MANIFEST))
+        content = store.read(stem + _MANIFEST)
+    except FileNotFoundError:
+        return None
+    try:
+        facts = json.loads(content)
         wanted = {"run_id": str, "step": int, "generation": int, "size": int, "sha256": str}
         if not all(isinstance(facts[key], kind) for key, kind in wanted.items()):
             raise TypeError("a field has the wrong type")
         if facts.pop("check") != _check_of(facts):
             raise ValueError("its check differs")
-    except FileNotFoundError:
-        return None
     except (ValueError, TypeError, KeyError) as error:
         log.warning("ignoring the snapshot %s/%s: its manifest is damaged (%r)", store.uri, stem, error)
         return None

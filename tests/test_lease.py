@@ -109,6 +109,21 @@ def test_a_damaged_lease_is_nobodys(store: Store, content: bytes) -> None:
     taken(store, 1).check()
 
 
+def test_a_lease_that_cannot_be_read_is_somebodys(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = taken(store, 1)
+    monkeypatch.setattr(store, "read", lambda name: (_ for _ in ()).throw(ValueError("no JSON came")))
+    with pytest.raises(ValueError, match="no JSON came"):
+        Lease(store, 2).wait()
+    mine.release()  # which cannot be, and does not hide why the run ended
+
+
+def test_a_lease_that_is_given_back_stays_so(store: Store) -> None:
+    mine = taken(store, 1)
+    mine.release()
+    mine.check()  # as a beat that was about to begin
+    assert read_holder(store) is None
+
+
 def test_a_paused_holder_that_wakes_finds_itself_replaced(store: Store) -> None:
     paused = taken(store, 1)
     taken(store, 2)
@@ -158,8 +173,9 @@ def wait_until(fact: object) -> None:
     raise AssertionError("it did not come true in ten seconds")
 
 
+@pytest.mark.parametrize("kind", [ConnectionError, ValueError])
 def test_a_beat_that_cannot_be_written_is_told_once_and_goes_on(
-    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store, kind: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
     mine = Lease(store, 1)
@@ -169,7 +185,7 @@ def test_a_beat_that_cannot_be_written_is_told_once_and_goes_on(
 
     def down(name: str, chunks: object) -> None:
         tries.append(name)
-        raise ConnectionError("the store is down")
+        raise kind("the store is down")
 
     monkeypatch.setattr(store, "put", down)
     wait_until(lambda: len(tries) > 3)

@@ -104,6 +104,11 @@ def test_what_cannot_be_read_is_not_what_is_not_there(tmp_path: Path, monkeypatc
         with pytest.raises(OSError, match="Input/output"):  # and not the older one in its place
             snapshots(tmp_path, "us").newest()
 
+    ours = snapshots(tmp_path, "us")
+    monkeypatch.setattr(ours.store, "read", lambda name: (_ for _ in ()).throw(ValueError("no JSON came")))
+    with pytest.raises(ValueError, match="no JSON came"):  # of a driver, which says nothing of the manifest
+        ours.newest()
+
     def refuse(path: object) -> list[str]:
         raise PermissionError(13, "Permission denied", str(path))
 
