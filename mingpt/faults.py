@@ -103,6 +103,7 @@ _TIMEOUTS = {"TimeoutError", "ConnectTimeoutError", "ReadTimeoutError", "Timeout
 _CONNECTIONS = {
     "ConnectionError", "EndpointConnectionError", "ConnectionClosedError", "HTTPClientError", "ClientConnectionError",
     "ClientPayloadError", "ServiceRequestError", "ServiceResponseError", "IncompleteReadError", "gaierror",
+    "JSONDecodeError",  # a gateway's page where the server's answer was to be
 }  # fmt: skip
 
 

@@ -77,21 +77,22 @@ class RemoteStore(Store):
         if self._scheme in DRIVERS:  # these show an object only once it is whole
             self._again(lambda: self._upload(path, chunks, place), once)
             return
-        temporary = self._path(f".{name}.{secrets.token_hex(4)}.tmp")
 
         def work() -> None:
-            with told(place):
-                self._filesystem.makedirs(self._folder, exist_ok=True)
-            self._upload(temporary, chunks, place)
-            with told(place):
-                self._filesystem.mv(temporary, path)
+            # Another each time: a try that was given up may still be writing into its own.
+            temporary = self._path(f".{name}.{secrets.token_hex(4)}.tmp")
+            try:
+                with told(place):
+                    self._filesystem.makedirs(self._folder, exist_ok=True)
+                self._upload(temporary, chunks, place)
+                with told(place):
+                    self._filesystem.mv(temporary, path)
+            except BaseException:
+                with suppress(Exception):
+                    self._filesystem.rm_file(temporary)
+                raise
 
-        try:
-            self._again(work, once)
-        except BaseException:
-            with suppress(Exception):
-                self._filesystem.rm_file(temporary)
-            raise
+        self._again(work, once)
 
     def read(self, name: str) -> bytes:
         path = self._path(name)

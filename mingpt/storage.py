@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
-from mingpt.faults import LateError, told, within
+from mingpt.faults import LateError, redact, told, within
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ def find_files(uri: str) -> list[str]:
     if folder:
         names = [name for name in names if "/." not in name[len(path) - 1 :]]
     if not names:
-        raise FileNotFoundError(f"{uri}: no such file, or no file in this folder or of this pattern")
+        raise FileNotFoundError(f"{redact(uri)}: no such file, or no file in this folder or of this pattern")
     return [filesystem.unstrip_protocol(name) if is_remote(uri) else name for name in sorted(names)]
 
 

@@ -259,6 +259,24 @@ def test_an_upload_that_ends_early_publishes_nothing_and_is_sent_in_pieces(
     assert driver.objects == {"bucket/runs/name": REST[:2500]} and driver.written[2:] == [1000, 1000, 500]
 
 
+def test_each_try_of_an_upload_has_a_temporary_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, tried = open_store("memory://tries/x"), []
+    assert isinstance(store, RemoteStore)
+    driver = store._filesystem
+
+    def fails_once(source: str, target: str) -> None:
+        tried.append(source)
+        if len(tried) == 1:
+            raise ConnectionError("down")
+        driver.__class__.mv(driver, source, target)
+
+    monkeypatch.setattr(driver, "mv", fails_once)
+    vars(store).update(sleep=lambda seconds: None)
+    store.put("name", [b"abc"])
+    assert len(set(tried)) == 2, "one that was given up may still be written into"
+    assert driver.find("/tries") == ["/tries/x/name"]
+
+
 def test_parts_that_a_server_could_not_discard_are_discarded_when_it_is_back(driven: Any) -> None:
     store, _, _ = driven(PermissionError("revoked"))
     asked: list[str] = []
@@ -306,6 +324,7 @@ REPLY: Callable[[str, int], dict[str, Any]] = lambda code, status: {  # noqa: E7
         (fault("HttpResponseError", "x", status_code=500), ConnectionError, "cannot serve this now"),
         (fault("HttpError", "x", code="429"), ConnectionError, "cannot serve this now"),
         (fault("ConnectTimeoutError", "Connect timeout on http://h:9"), TimeoutError, "no answer in time .*http://h:9"),
+        (json.JSONDecodeError("Expecting value", "<html>", 0), ConnectionError, "cannot serve this now .Expecting"),
         (fault("ServiceRequestError", "Cannot connect to host h:9"), ConnectionError, "host h:9"),
         (fault("ParamValidationError", "Invalid bucket name"), ValueError, "Invalid bucket name"),
         (NotImplementedError(), ValueError, "cannot do that"),
@@ -367,6 +386,11 @@ def test_a_secret_in_a_uri_is_used_and_not_shown(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(PermissionError, match="planted://host/x: no right") as caught:
         store.probe()
     assert given["password"] == SECRET and SECRET not in f"{caught.value!r}{vars(store).get('uri')}"
+
+
+def test_what_is_not_found_is_told_without_a_secret() -> None:
+    with pytest.raises(FileNotFoundError, match="^memory://host/x: no such file"):
+        storage.find_files(f"memory://me:{SECRET}@host/x")
 
 
 # The start
