@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mingpt.faults import redact
 from mingpt.image import Image, decode, encode, sha256s
-from mingpt.lease import Lease, Run, open_run, record_run
+from mingpt.lease import Lease, Run, TakenOverError, open_run, record_run
 from mingpt.model import GPT, GPTConfig
 from mingpt.remote import open_store
 from mingpt.storage import PIECE, Store, is_remote, local_path
@@ -89,7 +89,10 @@ class Snapshots:
         # A new run's id is not written anywhere yet, so the generation tells; the manifests what was saved since.
         if find_run(out_dir, self.store).generation != run.generation or self._found not in (None, self.all()):
             raise ValueError(f"another start of this run was faster in {self.store.uri}: start again to go on")
-        lease.take()
+        try:
+            lease.take()
+        except TakenOverError as error:  # before there was anything to lose
+            raise ValueError(str(error)) from error
         self._lease = lease
         self.store.remove_leftovers()
         record_run(run, out_dir, self.store, facts)
@@ -128,7 +131,7 @@ class Snapshots:
         self.store.put(stem + _MANIFEST, [json.dumps(content | {"check": _check_of(content)}, indent=1).encode()])
         try:
             self.prune(manifest)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log.warning("older snapshots are not removed: %s", error)
         return manifest
 
@@ -468,7 +471,7 @@ def _manifests_at(uri: str) -> tuple[Store, list[Manifest]]:
         store = open_store(place)
         if manifests := read_manifests(store):
             return store, manifests
-    raise FileNotFoundError(f"no snapshot is in {uri}: name a run's folder or a snapshot folder")
+    raise FileNotFoundError(f"no snapshot is in {redact(uri)}: name a run's folder or a snapshot folder")
 
 
 def _show(manifests: Sequence[Manifest], thoroughly: bool) -> int:

@@ -434,7 +434,7 @@ class Trainer:
         assert self.saver is not None
         try:
             manifest = self.saver.collect(wait)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # all that a store raises
             if must or self._on_error == "stop":
                 raise OSError(f"the snapshot of step {self._saved_step} cannot be saved: {error}") from error
             log.warning("the snapshot of step %d is not saved: %s; trying again soon", self._saved_step, error)

@@ -231,6 +231,16 @@ def test_a_start_that_waited_sees_what_was_saved_meanwhile(tmp_path: Path) -> No
     waiting.release()
 
 
+def test_a_start_that_is_overtaken_while_it_begins_is_told_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = find_run(tmp_path, open_store(str(tmp_path)))
+    late = snapshots(tmp_path, run.run_id)
+    monkeypatch.setattr(Lease, "_write", lambda self: held(self._store, generation=2))
+    with pytest.raises(ValueError, match="taken over by a later start"):
+        late.claim(run, tmp_path, {})
+
+
 def test_the_process_that_has_it_is_named_and_a_killed_one_gives_way(tmp_path: Path) -> None:
     script = (
         "import sys, time\n"

@@ -20,7 +20,7 @@ from mingpt.lease import Run, record_run
 from mingpt.model import GPT, GPTConfig
 from mingpt.remote import open_store
 from mingpt.resume import changes_on_resume
-from mingpt.snapshot import _check_of, find_image, find_run, load_snapshot, load_weights, model_tensors
+from mingpt.snapshot import _check_of, find_image, find_run, load_snapshot, load_weights, main, model_tensors
 from mingpt.tokenizer import CharTokenizer
 
 CONFIG = GPTConfig(vocab_size=3, block_size=8, n_layer=1, n_head=1, n_embd=8)
@@ -370,6 +370,22 @@ def test_tied_weights_and_wrappers_leave_no_trace_in_the_names() -> None:
     assert "transformer.wte.weight" in names
     assert "lm_head.weight" not in names
     assert not any("_orig_mod" in name or "module." in name for name in names)
+
+
+def test_the_command_lists_verifies_and_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "snapshots", 1, 2, 3, 4)
+    flipped = image_file(manifests(tmp_path / "snapshots")[0])
+    content = bytearray(flipped.read_bytes())
+    content[-1] ^= 1
+    flipped.write_bytes(content)
+    assert main(["ls", str(tmp_path)]) == 0, "its size is right"
+    assert main(["verify", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert said.count("by its size") == 4 and said.count("  yes  ") == 3 and "no: the bytes of" in said
+    assert main(["prune", "--keep-last=1", "--keep-interval=2", str(tmp_path / "snapshots")]) == 0
+    assert kept(tmp_path / "snapshots") == [2, 3, 4], "the newest valid one; what is not is the user's"
+    assert main(["ls", "memory://me:planted@host/none"]) == 2
+    assert "planted" not in capsys.readouterr().err
 
 
 def test_content_cannot_point_out_of_the_folder(tmp_path: Path) -> None:

@@ -321,6 +321,23 @@ def test_a_full_disk_is_told_and_made_up_for(
     assert [manifest.facts["step"] for manifest in manifests(tmp_path)] == [20, tries[1]]
 
 
+@pytest.mark.parametrize("broken", ["put", "delete"])
+def test_whatever_a_store_raises_does_not_end_the_run(
+    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = snapshots(tmp_path, "us", keep_last=1)
+    sound = getattr(ours.store, broken)
+
+    def strange(*arguments: Any) -> None:
+        if "step-000000010" in arguments[0]:
+            raise ValueError("a driver's own")
+        sound(*arguments)
+
+    monkeypatch.setattr(ours.store, broken, strange)
+    trainer(snapshots=ours, save_interval=10, eval_interval=0).fit()
+    assert "a driver's own" in caplog.text
+
+
 def test_a_full_disk_may_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Snapshots, data: Tensor, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
