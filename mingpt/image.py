@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -93,6 +93,19 @@ def decode(data: Tensor, source: str) -> Image:
     Raises ValueError, one line, for anything that is not a whole image of ours.
     """
     texts, tensors = unpack(data, source)
+    return Image(_metadata(texts, source), tensors)
+
+
+def read_metadata(file: BinaryIO, size: int, source: str) -> dict[str, Any]:
+    """The metadata of the image of `size` bytes that `file` begins with; no more than its header is read.
+
+    Raises ValueError as `decode` does.
+    """
+    length = _header_length(file.read(8), size, source)
+    return _metadata(_header(file.read(length), source)[0], source)
+
+
+def _metadata(texts: Mapping[str, Any], source: str) -> dict[str, Any]:
     if "mingpt" not in texts:
         raise ValueError(f"{source} is no snapshot image of mingpt; GPT-2's weights: python -m mingpt.interop import")
     try:
@@ -104,7 +117,7 @@ def decode(data: Tensor, source: str) -> Image:
         raise ValueError(
             f"{source} has image format {version}, this mingpt reads {FORMAT_VERSION}: update the older one"
         )
-    return Image(metadata, tensors)
+    return cast(dict[str, Any], metadata)
 
 
 def unpack(data: Tensor, source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -112,21 +125,30 @@ def unpack(data: Tensor, source: str) -> tuple[dict[str, Any], dict[str, Tensor]
 
     Every size and offset is checked before it is used. Raises ValueError, one line, where it is not whole.
     """
-    total = data.numel()
-    length = int.from_bytes(data[:8].numpy().tobytes(), "little")
-    if total < 8 or length > min(total - 8, _HEADER_LIMIT):
-        raise ValueError(f"{source} is no safetensors file, or cut short (header length {length}, file {total} bytes)")
-    try:
-        header = json.loads(data[8 : 8 + length].numpy().tobytes())
-        metadata = header.pop("__metadata__", {})
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{source} is no safetensors file: its header cannot be read ({error!r})") from error
+    length = _header_length(data[:8].numpy().tobytes(), data.numel(), source)
+    metadata, entries = _header(data[8 : 8 + length].numpy().tobytes(), source)
     body = data[8 + length :]
-    tensors = {name: _view(body, name, entry, source) for name, entry in header.items()}
+    tensors = {name: _view(body, name, entry, source) for name, entry in entries.items()}
     expected = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if expected != body.numel():
         raise ValueError(f"{source} is damaged: its tensors take {expected} bytes, but {body.numel()} are there")
     return metadata, tensors
+
+
+def _header_length(first: bytes, total: int, source: str) -> int:
+    length = int.from_bytes(first, "little")
+    if total < 8 or length > min(total - 8, _HEADER_LIMIT):
+        raise ValueError(f"{source} is no safetensors file, or cut short (header length {length}, file {total} bytes)")
+    return length
+
+
+def _header(text: bytes, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The metadata, and what is said of the tensors."""
+    try:
+        entries = json.loads(text)
+        return dict(entries.pop("__metadata__", {})), entries
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{source} is no safetensors file: its header cannot be read ({error!r})") from error
 
 
 def _view(body: Tensor, name: str, entry: object, source: str) -> Tensor:
@@ -138,13 +160,13 @@ def _view(body: Tensor, name: str, entry: object, source: str) -> Tensor:
             and end - start == math.prod(shape) * dtype.itemsize
             and end <= body.numel()
         )
-    except (KeyError, TypeError, ValueError) as error:
+        if valid and start == end:
+            return torch.empty(shape, dtype=dtype)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{source} is damaged: its entry for {name!r} cannot be read ({error!r})") from error
     if not valid:
         raise ValueError(f"{source} is damaged: its entry for {name!r} does not fit ({entry})")
     piece = body[start:end]
-    if not piece.numel():
-        return torch.empty(shape, dtype=dtype)
     if piece.storage_offset() % dtype.itemsize:  # others do not align: a view is not possible, a copy is
         piece = piece.clone()
     return piece.view(dtype).view(shape)

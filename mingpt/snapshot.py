@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mingpt.faults import redact
-from mingpt.image import Image, decode, encode, sha256s
+from mingpt.image import Image, decode, encode, read_metadata, sha256s
 from mingpt.lease import Lease, Run, TakenOverError, open_run, record_run
 from mingpt.model import GPT, GPTConfig
 from mingpt.remote import open_store
@@ -183,8 +183,10 @@ class Snapshots:
                 self.store.delete(manifest.image_name)
 
     def _is_ours(self, stem: str) -> bool:
+        name = stem + _IMAGE
         try:
-            return _read_image(self.store, stem + _IMAGE).metadata.get("run_id") == self.run_id
+            with self.store.open(name) as file:
+                return read_metadata(file, self.store.size(name), name).get("run_id") == self.run_id
         except ValueError:
             return False
 
@@ -350,9 +352,11 @@ def _read_image(store: Store, name: str, digest: Any = None) -> Image:
     path, uri, size = store.path(name), f"{store.uri}/{name}", store.size(name)
     if not size:
         raise ValueError(f"{uri} is empty")
-    data = torch.empty(0 if path else size, dtype=torch.uint8)
     with store.open(name) as file:
         if path is None:
+            read_metadata(file, size, uri)  # before memory is taken for what is no image
+            file.seek(0)
+            data = torch.empty(size, dtype=torch.uint8)
             target = memoryview(data.numpy().data)
             for start in range(0, size, PIECE):
                 if file.readinto(target[start : start + PIECE]) != min(PIECE, size - start):  # type: ignore[attr-defined]
@@ -404,7 +408,13 @@ def load_snapshot(uri: str, device: str = "cpu") -> tuple[GPT, Tokenizer, dict[s
     source, image = find_image(uri)
     if image.metadata.get("model") is None or image.metadata.get("tokenizer") is None:
         raise ValueError(f"{source} holds the user's own model: load its tensors with any safetensors reader")
-    model = GPT(GPTConfig(**image.metadata["model"]))
+    try:
+        config = GPTConfig(**image.metadata["model"])
+    except TypeError as error:
+        raise ValueError(f"{source} is damaged: its model cannot be read ({error})") from error
+    if config.num_parameters > sum(tensor.numel() for tensor in image.tensors.values()):  # before memory is taken
+        raise ValueError(f"{source} is damaged: it has fewer weights than its model of {config.num_parameters:,}")
+    model = GPT(config)
     load_weights(model, image, source)
     return model.to(device).eval(), tokenizer_from_dict(image.metadata["tokenizer"]), image.metadata
 

@@ -72,6 +72,10 @@ def damage(header: dict[str, Any], raw: bytearray, kind: str) -> bytes:
         header["model.w"]["shape"] = [2**40, 2**40]
     elif kind == "offsets":
         header["model.w"]["data_offsets"] = [0, 2**50]
+    elif kind == "overflow":
+        header["model.empty"]["shape"] = [0, 2**62, 2**62]
+    elif kind == "metadata":
+        header["__metadata__"] = 5
     elif kind == "dtype":
         header["model.w"]["dtype"] = "PICKLE"
     elif kind == "entry":
@@ -85,7 +89,7 @@ def damage(header: dict[str, Any], raw: bytearray, kind: str) -> bytes:
     return len(text).to_bytes(8, "little") + text + body
 
 
-KINDS = "length cut longer short shape huge offsets dtype entry foreign newer".split() + ["no json"]
+KINDS = "length cut longer short shape huge offsets overflow metadata dtype entry foreign newer".split() + ["no json"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,7 +20,7 @@ from mingpt.lease import Run, record_run
 from mingpt.model import GPT, GPTConfig
 from mingpt.remote import open_store
 from mingpt.resume import changes_on_resume
-from mingpt.snapshot import _check_of, find_image, find_run, load_snapshot, load_weights, main, model_tensors
+from mingpt.snapshot import Snapshots, _check_of, find_image, find_run, load_snapshot, load_weights, main, model_tensors
 from mingpt.tokenizer import CharTokenizer
 
 CONFIG = GPTConfig(vocab_size=3, block_size=8, n_layer=1, n_head=1, n_embd=8)
@@ -354,6 +354,32 @@ def test_what_cannot_be_loaded_is_told_apart(tmp_path: Path) -> None:
     image_file(manifest).write_bytes(content)
     with pytest.raises(ValueError, match="sha256 differs"):
         find_image(str(image_file(manifest)))
+
+
+@pytest.mark.parametrize("model", [{"n_layer": 10**7}, {"n_embd": 10**8, "n_head": 1}, {"unknown": 1}, {"n_embd": ""}])
+def test_a_model_that_its_image_cannot_hold_takes_no_memory(tmp_path: Path, model: dict[str, object]) -> None:
+    tokenizer = CharTokenizer("\nab").to_dict()
+    data = encode({"model.x": torch.zeros(9)}, {"model": {"vocab_size": 3, **model}, "tokenizer": tokenizer})
+    (tmp_path / "x.safetensors").write_bytes(data.numpy().tobytes())
+    with pytest.raises(ValueError, match=r"x\.safetensors is damaged: it"):
+        load_snapshot(str(tmp_path / "x.safetensors"))
+
+
+def test_what_is_no_image_takes_no_memory_and_an_orphan_is_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(f"memory://{tmp_path}")
+    store.put("x.safetensors", [b"<html>" * 100])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "size", lambda store, name: 10**15)
+        with pytest.raises(ValueError, match="no safetensors file"):
+            find_image(f"memory://{tmp_path}/x.safetensors")
+    ours = Snapshots(store, "us")
+    ours.save(image(1), step=1, generation=1, facts={})
+    store.put("step-000000002-g1-00000000.safetensors", [image(2).numpy().data])
+    monkeypatch.setattr("mingpt.snapshot._read_image", lambda *_: pytest.fail("it was read whole"))
+    ours.save(image(3), step=3, generation=1, facts={})
+    assert "step-000000002-g1-00000000.safetensors" not in store.names()
 
 
 def test_weights_of_another_shape_are_refused_by_name(tmp_path: Path) -> None:
