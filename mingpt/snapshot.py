@@ -111,7 +111,7 @@ class Snapshots:
         self._check()
         stem = f"step-{step:09d}-g{generation}-{secrets.token_hex(4)}"
         weights_sha256, state_sha256 = sha256s(decode(data, stem).tensors)
-        content = {
+        given = {
             "run_id": self.run_id,
             "step": step,
             "generation": generation,
@@ -122,6 +122,7 @@ class Snapshots:
             "state_sha256": state_sha256,
             **facts,
         }
+        content = json.loads(json.dumps(given))  # as it will be read: JSON turns a key that is a number into a text
         manifest = Manifest(self.store, stem, content)
         self.store.put(manifest.image_name, [data.numpy().data])
         if not _holds(self.store, manifest.image_name, data):

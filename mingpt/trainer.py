@@ -500,14 +500,16 @@ class Trainer:
     def _position_in(image: Image | None, live: Mapping[str, Tensor]) -> dict[str, Any] | None:
         if image is None:
             return None
-        theirs = {name: list(t.shape) for name, t in image.tensors.items() if not name.startswith("rng.")}
-        ours = {name: list(t.shape) for name, t in live.items() if not name.startswith("rng.")}
+        theirs = {name: (t.dtype, t.shape) for name, t in image.tensors.items() if not name.startswith("rng.")}
+        ours = {name: (t.dtype, t.shape) for name, t in live.items() if not name.startswith("rng.")}
         strange = sorted(name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name))
         if strange:
             raise ValueError(
                 f"the snapshot does not fit this model and optimizer: {len(strange)} tensors differ, {strange[0]} first"
             )
         keys = ("step", "evaluated_step", "sampled_step", "compiled", "val_loss", "best_val_loss", "scaler")
+        if missing := [key for key in keys if key not in image.metadata]:
+            raise ValueError(f"the snapshot lacks what a training goes on from: {', '.join(missing)}")
         return {key: image.metadata[key] for key in keys}
 
     def close(self) -> None:

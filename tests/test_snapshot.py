@@ -237,6 +237,12 @@ def test_images_without_any_manifest_are_told_of_and_kept(tmp_path: Path, caplog
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
+def test_whatever_is_noted_in_a_manifest_it_is_read_again(tmp_path: Path) -> None:
+    noted = {"config": {10: 1, 9: 2, "x": None}, "val_loss": float("nan")}
+    saved = snapshots(tmp_path, "us").save(image(1), step=1, generation=1, facts=noted)
+    assert manifests(tmp_path) == [saved]
+
+
 def test_any_folder_name_will_do(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"caf\xe9 \xf0\x9f\x90\x8c")
     folder.mkdir()

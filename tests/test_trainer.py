@@ -135,6 +135,19 @@ def test_evaluating_and_sampling_leave_training_alone() -> None:
     assert disturbed.model.training
 
 
+def test_a_state_that_is_not_this_trainers_is_refused() -> None:
+    ours = trainer()
+    image = state_of(ours)
+    short = {name: tensor for name, tensor in image.tensors.items() if name != "model.transformer.wte.weight"}
+    other = {name: tensor.double() if "wte" in name else tensor for name, tensor in image.tensors.items()}
+    for tensors in (short, other):
+        with pytest.raises(ValueError, match=r"does not fit .*: \d+ tensors differ, \w+\.transformer\.wte"):
+            ours.restore(Image(image.metadata, tensors))
+    parts = {key: value for key, value in image.metadata.items() if key not in ("step", "scaler")}
+    with pytest.raises(ValueError, match=r"lacks .*: step, scaler$"):
+        ours.restore(Image(parts, image.tensors))
+
+
 def val_loss() -> float:
     world = distributed.locate("cpu")
     distributed.connect(world, {}, timeout_seconds=60)
