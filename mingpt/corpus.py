@@ -74,8 +74,7 @@ def read_text(uri: str, verb: str = "reading", *, clock: Callable[[], float] = t
         position, started = 0, clock()
         told = started
         with storage.open_read(uri) as file:
-            # Of a remote file the driver may know the size.
-            size = getattr(file, "size", None) if storage.is_remote(uri) else os.fstat(file.fileno()).st_size
+            size = storage.size(uri)
             while chunk := file.read(CHUNK):
                 yield chunk
                 position += len(chunk)

@@ -7,6 +7,7 @@ that are read from anywhere, and local ones that are written.
 import errno
 import fcntl
 import glob
+import io
 import logging
 import math
 import os
@@ -197,7 +198,41 @@ def open_read(uri: str) -> BinaryIO:
         return open(local_path(uri), "rb")
     filesystem, path = _filesystem(uri)
     with told(uri):
-        return cast(BinaryIO, filesystem.open(path, "rb"))
+        return cast(BinaryIO, io.BufferedReader(_Told(filesystem.open(path, "rb"), uri)))
+
+
+class _Told(io.RawIOBase):
+    """The bytes of a driver's open file: what goes wrong later on is told as well."""
+
+    def __init__(self, file: Any, uri: str) -> None:
+        self._file, self._uri = file, uri
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        with told(self._uri):
+            piece = self._file.read(len(view))
+        view[: len(piece)] = piece
+        return len(piece)
+
+    def readall(self) -> bytes:
+        with told(self._uri):
+            return bytes(self._file.read())
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def read_bytes(uri: str) -> bytes:

@@ -393,6 +393,18 @@ def test_what_is_not_found_is_told_without_a_secret() -> None:
         storage.find_files(f"memory://me:{SECRET}@host/x")
 
 
+def test_a_fault_in_the_middle_of_reading_is_told_without_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cut(io.BytesIO):
+        def read(self, count: int | None = -1) -> bytes:
+            raise fault("ClientPayloadError", f"url='http://h/x?sig={SECRET}'")
+
+    monkeypatch.setattr(storage, "_filesystem", lambda uri: (SimpleNamespace(open=lambda *_: Cut()), "x"))
+    for read in (storage.read_bytes, lambda uri: storage.open_read(uri).read(9)):
+        with pytest.raises(ConnectionError, match="^http://h/x: the server cannot") as caught:
+            read(f"http://h/x?sig={SECRET}")
+        assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
 # The start
 
 
