@@ -117,6 +117,7 @@ def train(argv: Sequence[str]) -> int:
                 micro_batch_size=config.train.micro_batch_size,
                 seed=config.seed,
                 reduction=config.train.reduction,
+                on_nonfinite=config.train.on_nonfinite,
                 **asdict(config.optim),
                 dtype=dtype,
                 compile=config.compile,

@@ -101,6 +101,7 @@ class TrainSection:
     global_batch_size: Size = 32  # sequences per optimizer step over all workers, however many there are
     micro_batch_size: Size = 8  # sequences per forward, a divisor of global_batch_size; smaller = less memory
     reduction: Literal["fast", "exact"] = "fast"  # exact = the same bits with any number of workers, a little slower
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # gradient nan or inf: stop = end; skip = pass over, 20 in a row end
     eval_interval: Count = 250  # optimizer steps between validations; 0 = only at the end
     eval_sequences: Count = 0  # sequences read in a validation, the first ones; 0 = the whole split
     sample_interval: Count = 0  # optimizer steps between printed samples; 0 = only at the end

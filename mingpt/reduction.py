@@ -105,7 +105,8 @@ class ExactReduction:
         self._sum = torch.zeros(sum(sizes) + 1 + len(self._names), dtype=torch.int64, device=world.device)
         *self._parts, self._loss, self._bad = self._sum.split([*sizes, 1, len(self._names)])
         self._scratch = torch.empty(max(sizes), dtype=torch.int64, device=world.device)
-        self._first_bad = torch.zeros_like(self._bad)  # of the first step that had any
+        self._first_bad = torch.zeros_like(self._bad)  # of the first step of the last row of such steps
+        self._was_bad = torch.zeros((), dtype=torch.bool, device=world.device)
         self._empty = True
 
     def begin(self) -> None:
@@ -141,7 +142,8 @@ class ExactReduction:
         if self._empty:  # an idle rank
             self._sum.zero_()
         distributed.all_reduce_sum(self._sum, self._world)
-        self._first_bad = torch.where(self._first_bad.any(), self._first_bad, self._bad)
+        self._first_bad = torch.where(self._bad.any() & ~self._was_bad, self._bad, self._first_bad)
+        self._was_bad = self._bad.any()
         scale = torch.where(self._bad.any(), torch.nan, 1 / (self.SCALE * self._cells))
         for p, part in zip(self._parameters, self._parts, strict=True):
             if p.grad is None:
@@ -154,6 +156,6 @@ class ExactReduction:
         """Leaves the model as it was: nothing was done to it."""
 
     def blame(self) -> str:
-        """The names whose gradient was not finite, or too large for the sum, in the first such step, on any rank."""
+        """The names whose gradient was not finite, or too large for the sum, in the first such step of a row."""
         bad = [name for name, count in zip(self._names, self._first_bad.tolist(), strict=True) if count]
         return f"{', '.join(bad)} (not finite, or a cell's gradient of {self.LIMIT / self._cells:g} or more)"

@@ -18,6 +18,7 @@ _OPERATIONAL = (
     "train.eval_sequences",
     "train.sample_interval",
     "train.num_threads",
+    "train.on_nonfinite",
     "train.max_epochs",  # the steps that it comes to are compared
     "snapshot.",
     "elastic.",

@@ -52,11 +52,14 @@ _SETTINGS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "decay_fraction": (Real, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
     "schedule": (str, SCHEDULES.__contains__, f"one of {', '.join(SCHEDULES)}"),
     "on_error": (str, ("warn", "stop").__contains__, "one of warn, stop"),
+    "on_nonfinite": (str, ("stop", "skip").__contains__, "one of stop, skip"),
     "reduction": (str, ("fast", "exact").__contains__, "one of fast, exact"),
     "dtype": (
         torch.dtype, (torch.float32, torch.bfloat16, torch.float16).__contains__, "torch.float32, bfloat16 or float16",
     ),
 }  # fmt: skip
+BAD_IN_A_ROW = 20  # updates that may be skipped one after the other: more are no accident
+SKIPS_LISTED = 64  # the newest ones that the state lists
 RETRY_SECONDS = 10.0  # from a save that failed to the next try
 
 
@@ -93,6 +96,7 @@ class Trainer:
         beta1: float = 0.9,
         beta2: float = 0.99,
         grad_clip: float = 1.0,
+        on_nonfinite: str = "stop",
         dtype: torch.dtype = torch.float32,
         compile: bool = False,
         eval_interval: int = 250,
@@ -179,7 +183,11 @@ class Trainer:
         # Non-finite gradients in a row, and the update at which there were too many, which the host gets to know of
         # without waiting for the device. A GradScaler meets some whenever it tries a larger scale.
         self._bad_in_a_row = torch.zeros((), dtype=torch.int64, device=self.world.device)
-        self._bad_allowed = 20 if self.scaler.is_enabled() else 0
+        self._bad_allowed = BAD_IN_A_ROW if on_nonfinite == "skip" or self.scaler.is_enabled() else 0
+        # Updates that changed nothing: how many, and the newest of them, in a ring.
+        self._skips = torch.zeros(1, dtype=torch.int64, device=self.world.device)
+        self._skipped = torch.full((SKIPS_LISTED,), -1, dtype=torch.int64, device=self.world.device)
+        self._skips_told = 0
         self._broken = torch.full((), -1, device=self.world.device)
         self._broken_seen = torch.full((), -1, pin_memory=self.world.device.type == "cuda")
         self._saved_at, self._saved_step = time.monotonic(), 0  # the last try
@@ -288,6 +296,9 @@ class Trainer:
         if not self.scaler.is_enabled():  # a GradScaler does this itself
             self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # the fused kernels skip where it is 1
         self._bad_in_a_row = (self._bad_in_a_row + 1) * bad
+        place = self._skips % SKIPS_LISTED
+        self._skipped.index_copy_(0, place, torch.where(bad, self.step, self._skipped[place]))
+        self._skips += bad
         too_many = (self._bad_in_a_row > self._bad_allowed) & (self._broken < 0)
         self._broken = torch.where(too_many, self.step, self._broken)
         self._broken_seen.copy_(self._broken, non_blocking=True)
@@ -295,12 +306,16 @@ class Trainer:
     def _report_broken(self) -> None:
         if self.saver:
             self._collect(wait=True)
-        update, batch = int(self._broken), self.grid.global_batch_size
+        update = int(self._broken)
         kept = f"the last snapshot is {self.last_manifest.image_uri}" if self.last_manifest else "there is no snapshot"
         raise ArithmeticError(
-            f"the gradient of update {update} (samples {update * batch} to {(update + 1) * batch - 1}) is not finite, "
-            f"in {self.reduction.blame()}; {kept}; lower optim.learning_rate, or look at these samples"
+            f"the gradient of update {update} ({self._samples_of(update)}) is not finite, in {self.reduction.blame()}; "
+            f"{kept}; lower optim.learning_rate, or look at these samples"
         )
+
+    def _samples_of(self, update: int) -> str:
+        batch = self.grid.global_batch_size
+        return f"samples {update * batch} to {(update + 1) * batch - 1}"
 
     # Starting
 
@@ -351,6 +366,14 @@ class Trainer:
             "step %*d/%d  loss %.4f  lr %.2e  norm %.2f  %9s tokens/s  left %s",
             len(str(self.max_steps)), self.step, self.max_steps, loss, lr, norm, f"{rate:,.0f}", duration(left),
         )  # fmt: skip
+        if (skips := int(self._skips)) > self._skips_told:
+            last = int(self._skipped[(skips - 1) % SKIPS_LISTED])
+            log.warning(
+                "%d update(s) skipped: the gradient was not finite; the last one was update %d (%s)",
+                skips - self._skips_told, last, self._samples_of(last),
+            )  # fmt: skip
+            self.metrics.event("skipped", last + 1, updates=skips)
+            self._skips_told = skips
         before = self._replayed.get(self.step)
         if before is not None and before != loss and isinstance(self.reduction, ExactReduction):
             log.warning("step %d is not what it was before the restart: loss %r, then %r", self.step, before, loss)
@@ -448,6 +471,8 @@ class Trainer:
         return {
             **{f"model.{name}": tensor for name, tensor in model_tensors(self.model).items()},
             **{f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(self.model, self.optimizer).items()},
+            "trainer.skips": self._skips,
+            "trainer.skipped": self._skipped,
             **rng_tensors(self.world.device),
         }
 
@@ -492,6 +517,7 @@ class Trainer:
             self.val_loss, self.best_val_loss = state["val_loss"], state["best_val_loss"]
             if state["scaler"] and self.scaler.is_enabled():
                 self.scaler.load_state_dict(state["scaler"])
+        self._skips_told = int(self._skips)
         self._restored = True
         self.last_manifest = manifest
         self._replayed = dict(replayed or {})

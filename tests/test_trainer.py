@@ -1,5 +1,6 @@
 """The loop from Python: what a resume restores, what a step leaves alone, and how a run ends."""
 
+import itertools
 import math
 import signal
 import threading
@@ -20,7 +21,7 @@ from mingpt.metrics import Metrics, read_metrics
 from mingpt.model import GPT, GPTConfig
 from mingpt.optim import learning_rate_at
 from mingpt.reduction import FastReduction
-from mingpt.snapshot import Snapshots
+from mingpt.snapshot import Snapshots, read_verified
 from mingpt.trainer import Trainer
 
 VOCABULARY = 11
@@ -194,6 +195,49 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_spoils_nothing(reduction
         broken.fit()
     assert [manifest.facts["step"] for manifest in manifests(tmp_path)] == [5]
     assert all(torch.isfinite(p).all() for p in broken.model.parameters())
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_a_gradient_that_is_not_finite_can_be_passed_over(
+    reduction: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = iter(range(10**6))
+    metrics = Recorder()
+    skipping = trainer(
+        Broken(lambda idx: next(calls) in (4 * 7 + 2, 4 * 12)), reduction=reduction, on_nonfinite="skip",
+        snapshots=snapshots(tmp_path, "us"), metrics=metrics, eval_interval=0,
+    )  # fmt: skip
+    before: list[list[Tensor]] = []
+    update = skipping._update
+
+    def watched() -> None:
+        before.append([p.detach().clone() for p in skipping.model.parameters()])
+        update()
+
+    skipping._update = watched  # type: ignore[method-assign]
+    with caplog.at_level("WARNING", "mingpt"):
+        skipping.fit()
+    assert skipping.step == 30
+    same = [all(map(torch.equal, *pair)) for pair in itertools.pairwise(before)]
+    assert [step for step, equal in enumerate(same) if equal] == [7, 12], "the position advances, the weights do not"
+    assert (
+        "1 update(s) skipped: the gradient was not finite; the last one was update 7 (samples 56 to 63)" in caplog.text
+    )
+    image = read_verified(manifests(tmp_path)[0])
+    assert image.tensors["trainer.skips"].tolist() == [2]
+    assert image.tensors["trainer.skipped"].tolist()[:3] == [7, 12, -1]
+    again = trainer(Broken(lambda idx: False), reduction=reduction, max_steps=31)
+    again.restore(image)
+    assert again._skipped.tolist()[:3] == [7, 12, -1]
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_skipping_without_an_end_ends(reduction: str) -> None:
+    hopeless = trainer(
+        Broken(lambda idx: True), reduction=reduction, on_nonfinite="skip", eval_interval=0, max_steps=60
+    )
+    with pytest.raises(ArithmeticError, match="update 20 "):
+        hopeless.fit()
 
 
 def test_a_broken_last_update_is_told_before_anything_is_made_of_it() -> None:
