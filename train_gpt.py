@@ -281,7 +281,10 @@ def open_books(
             storage.remove_leftovers(out_dir)
             storage.replace_file(out_dir / "config.yaml", [redact(to_yaml(config)).encode()])
         except OSError as error:
-            raise OSError(f"{told(error)}; see to it, or give another out_dir or snapshot.uri") from error
+            cure = "; see to it, or give another out_dir or snapshot.uri" * bool(
+                error.filename
+            )  # else it is told already
+            raise OSError(told(error) + cure) from error
 
     distributed.decide(world, write)
     if world.local_rank == 0 and not world.is_main:  # on every node
@@ -417,7 +420,7 @@ def report(error: Exception, rank: int) -> int:
         time.sleep(3)
     problems = error.problems if isinstance(error, ConfigError) else [" ".join(told(error).split())]
     for problem in problems:
-        print(f"error: {f'[rank {rank}] ' if rank else ''}{problem}", file=sys.stderr, flush=True)
+        print(f"error: {f'[rank {rank}] ' if rank else ''}{redact(problem)}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
 
 

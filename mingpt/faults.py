@@ -36,6 +36,13 @@ _SECRET = re.compile(
 )
 
 
+def refuse_secrets(uri: str) -> None:
+    """Raises ValueError for a password or a query in a bucket's URI: drivers take them for its name, and quote it."""
+    scheme = uri.partition("://")[0]
+    if scheme in DRIVERS and re.search(r"://[^/@]*:[^@]*@|\?", uri):
+        raise ValueError(f"{redact(uri)}: a URI of {scheme}:// holds neither password nor query: {cure(scheme)}")
+
+
 @contextmanager
 def told(uri: str) -> Iterator[None]:
     """Turns whatever a driver raises into an OSError or a ValueError of one line: `uri`, what is wrong, the cure."""

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mingpt import storage
+from mingpt.faults import redact
 from mingpt.image import Image, encode, pack, unpack
 from mingpt.model import GPT, PRESETS, GPTConfig
 from mingpt.snapshot import Snapshots, find_image, load_weights, model_tensors
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (OSError, ValueError) as error:
-        print(f"mingpt.interop: {error}", file=sys.stderr)
+        print(f"mingpt.interop: {redact(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
 
 

@@ -91,7 +91,7 @@ class Lease:
         """
         theirs = read_holder(self._store)
         if theirs is not None and not theirs.is_gone():
-            log.info("the lease of %s is %s's; looking whether it is alive", self._store.uri, theirs)
+            log.info("%s holds the lease of %s; looking whether it is alive", theirs, self._store.uri)
             deadline = self._clock() + PATIENCE_SECONDS
             while (now := read_holder(self._store)) == theirs and self._clock() < deadline and not theirs.is_gone():
                 self._sleep(BEAT_SECONDS / 4)
@@ -177,7 +177,7 @@ def open_run(out_dir: Path, store: Store, generations: Iterable[tuple[str, int]]
     records, damaged, snapshots = [], [], list(generations)
     for place in (LocalStore(out_dir), store):
         try:
-            records += [record] if (record := _read_record(place)) else []
+            records += [record] if (record := read_record(place)) else []
         except ValueError as error:
             damaged.append(error)
     ids = {record["run_id"] for record in records} or {run_id for run_id, _ in snapshots}
@@ -206,7 +206,8 @@ def record_run(run: Run, out_dir: Path, store: Store | None, facts: Mapping[str,
             place.put(_RECORD, [content])
 
 
-def _read_record(place: Store) -> dict[str, Any] | None:
+def read_record(place: Store) -> dict[str, Any] | None:
+    """The `run.json` there, None where there is none. Raises ValueError for one that names no run."""
     try:
         content = place.read(_RECORD)
     except FileNotFoundError:

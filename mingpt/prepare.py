@@ -39,6 +39,7 @@ import numpy as np
 
 from mingpt import corpus, documents, storage, tokens
 from mingpt.documents import Piece, Reader, plan_pieces
+from mingpt.faults import redact
 from mingpt.grid import mix, split_point
 from mingpt.tokenizer import CharTokenizer, Tokenizer, symbols, tokenizer_from_dict
 from mingpt.tokens import Ids, Index, Shard
@@ -423,7 +424,7 @@ def _local(folder: str) -> Path:
 
 
 def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(redact(line), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
-from mingpt.faults import DRIVERS, cure, redact, told, within
+from mingpt.faults import DRIVERS, cure, redact, refuse_secrets, told, within
 from mingpt.storage import PIECE, Bytes, LocalStore, Store, checked, is_remote, local_path
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class RemoteStore(Store):
     sleep = staticmethod(time.sleep)
 
     def __init__(self, uri: str, patience: float) -> None:
+        refuse_secrets(uri)
         shown = redact(uri)
         self.uri = shown if shown.endswith("://") else shown.rstrip("/")
         self._patience = patience

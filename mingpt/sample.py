@@ -22,6 +22,7 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
+from mingpt.faults import redact
 from mingpt.model import GPT
 from mingpt.snapshot import load_snapshot
 from mingpt.tokenizer import CharTokenizer, Tokenizer, normalize
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except (OSError, ValueError) as error:
-        print(f"mingpt.sample: {error}", file=sys.stderr)
+        print(f"mingpt.sample: {redact(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
     finally:
         try:
@@ -268,7 +269,7 @@ class Session:
 
 
 def tell(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(redact(line), file=sys.stderr)
 
 
 def find_device(name: str) -> str:

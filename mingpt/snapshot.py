@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mingpt.faults import redact
 from mingpt.image import Image, decode, encode, read_metadata, sha256s
-from mingpt.lease import Lease, Run, TakenOverError, open_run, record_run
+from mingpt.lease import Lease, Run, TakenOverError, open_run, read_record, record_run
 from mingpt.model import GPT, GPTConfig
 from mingpt.remote import open_store
 from mingpt.storage import PIECE, Store, is_remote, local_path
@@ -137,8 +137,15 @@ class Snapshots:
         return manifest
 
     def _check(self) -> None:
-        if self._lease:
-            self._lease.check()
+        """Raises TakenOverError, or OSError where another run's folder has taken the place of this one's."""
+        if not self._lease:
+            return
+        self._lease.check()
+        if (there := _run_in(self.store)) not in (None, self.run_id):
+            raise OSError(
+                f"{self.store.uri} is the folder of another run by now ({there}, this is {self.run_id}): move it away, "
+                "and bring this run's back"
+            )
 
     def raise_if_taken_over(self) -> None:
         """Raises TakenOverError where a later start was seen to have the run."""
@@ -278,7 +285,7 @@ def _read_manifest(store: Store, stem: str) -> Manifest | None:
             raise TypeError("a field has the wrong type")
         if facts.pop("check") != _check_of(facts):
             raise ValueError("its check differs")
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         log.warning("ignoring the snapshot %s/%s: its manifest is damaged (%r)", store.uri, stem, error)
         return None
     return Manifest(store, stem, facts)
@@ -316,7 +323,7 @@ def newest_valid(manifests: Sequence[Manifest], store: Store) -> tuple[Manifest,
         try:
             return manifest, read_verified(manifest)
         except (FileNotFoundError, ValueError) as error:
-            log.warning("SNAPSHOT OF STEP %d NOT USED, trying an older one: %s", manifest.facts["step"], error)
+            log.warning("SNAPSHOT OF STEP %d NOT USED: %s", manifest.facts["step"], error)
     if _stems(store, _MANIFEST):
         raise ValueError(
             f"there are snapshots in {store.uri}, but none is a valid one of this run: repair or restore one, or move "
@@ -396,7 +403,9 @@ def find_image(uri: str) -> tuple[str, Image]:
             ) from error
     for place in (f"{uri.rstrip('/')}/snapshots", uri):
         store = open_store(place)
-        if found := newest_valid(read_manifests(store), store):
+        manifests, owner = read_manifests(store), _run_in(store)
+        ours = [manifest for manifest in manifests if manifest.facts["run_id"] == owner]
+        if found := newest_valid(ours or manifests, store):
             return found[0].image_uri, found[1]
     raise FileNotFoundError(f"no snapshot is in {redact(uri)}: name a run's folder, a snapshot folder or a file")
 
@@ -446,6 +455,15 @@ def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameters[name] if name in parameters else buffers[name] for name in names}
 
 
+def _run_in(store: Store) -> str | None:
+    """The id of the run whose folder it is; None where nothing says so."""
+    try:
+        record = read_record(store)
+    except ValueError:  # damaged: its manifests tell
+        return None
+    return record["run_id"] if record else None
+
+
 # The command
 
 
@@ -467,12 +485,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "prune":
             _prune_by_hand(store, manifests, arguments.keep_last, arguments.keep_interval)
             manifests = read_manifests(store)
-        invalid = _show(manifests, arguments.command == "verify")
+        invalid = _show(store, manifests, arguments.command == "verify")
         return 1 if invalid else 0
     except KeyboardInterrupt:
         return 130
     except (OSError, ValueError) as error:
-        print(f"mingpt.snapshot: {error}", file=sys.stderr)
+        print(f"mingpt.snapshot: {redact(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
 
 
@@ -480,15 +498,23 @@ def _manifests_at(uri: str) -> tuple[Store, list[Manifest]]:
     """What `uri` or its folder `snapshots` holds; raises FileNotFoundError where that is nothing."""
     for place in (f"{uri.rstrip('/')}/snapshots", uri):
         store = open_store(place)
-        if manifests := read_manifests(store):
+        manifests = read_manifests(store)
+        if manifests or _stems(store, _IMAGE) or _stems(store, _MANIFEST):
             return store, manifests
     raise FileNotFoundError(f"no snapshot is in {redact(uri)}: name a run's folder or a snapshot folder")
 
 
-def _show(manifests: Sequence[Manifest], thoroughly: bool) -> int:
+def _show(store: Store, manifests: Sequence[Manifest], thoroughly: bool) -> int:
     """Prints a table; how many are not valid, by their size or, `thoroughly`, by all their bytes."""
     print(f"{'step':>9} {'generation':>10} {'age':>8} {'MB':>10} {'val loss':>8} {'workers':>7}  valid")
-    invalid = 0
+    written, known = _stems(store, _MANIFEST), {manifest.stem for manifest in manifests}
+    damaged = sorted(set(written) - known)
+    orphans = sorted(set(_stems(store, _IMAGE)) - set(written))  # not counted: one may be on its way
+    for stem in (*damaged, *orphans):
+        generation, step = _order(stem)
+        why = "its manifest is damaged" if stem in damaged else "it has no manifest: its save goes on, or was cut off"
+        print(f"{step:>9} {generation:>10} {'-':>8} {'-':>10} {'-':>8} {'-':>7}  no: {why}  {stem}")
+    invalid = len(damaged)
     for manifest in manifests:
         facts, why = manifest.facts, ""
         try:

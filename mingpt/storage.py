@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
-from mingpt.faults import LateError, redact, told, within
+from mingpt.faults import LateError, redact, refuse_secrets, told, within
 
 log = logging.getLogger(__name__)
 
@@ -367,6 +367,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _filesystem(uri: str) -> tuple[Any, str]:
+    refuse_secrets(uri)
     with told(uri):
         import fsspec  # type: ignore[import-untyped]  # 0.1 s that a local run need not pay
 

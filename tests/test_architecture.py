@@ -34,12 +34,12 @@ IMPORTS: dict[str, set[str]] = {
     "trainer": {
         "data", "grid", "tokens", "optim", "distributed", "reduction", "image", "snapshot", "elastic", "metrics",
     },
-    "sample": {"snapshot", "model", "tokenizer"},
-    "interop": {"snapshot", "image", "model", "tokenizer", "storage"},
+    "sample": {"faults", "snapshot", "model", "tokenizer"},
+    "interop": {"faults", "snapshot", "image", "model", "tokenizer", "storage"},
     "__init__": {"model", "snapshot", "trainer"},  # on first use, for `from mingpt import GPT`
     "documents": {"corpus", "tokens", "tokenizer", "storage"},
     # mingpt/prepare.py, and those in data/, which use it
-    "prepare": {"documents", "corpus", "grid", "tokens", "tokenizer", "storage", "prepare"},
+    "prepare": {"documents", "faults", "corpus", "grid", "tokens", "tokenizer", "storage", "prepare"},
 }  # fmt: skip
 IMPORTS["train_gpt"] = set(IMPORTS)  # train_gpt.py puts everything together
 

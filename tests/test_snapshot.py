@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -83,6 +84,52 @@ def test_a_damaged_one_is_told_of_and_the_next_older_used(
     assert found is not None
     assert found[0].facts["step"] == 1
     assert manifest_file(newest).stem in caplog.text
+
+
+def test_a_manifest_without_an_end_is_a_damaged_one(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    manifest_file(manifests(tmp_path)[0]).write_text('{"a":' + "[" * 100_000)
+    found = snapshots(tmp_path, "us").newest()
+    assert found is not None and found[0].facts["step"] == 1
+
+
+def test_a_folder_that_another_run_took_the_place_of_gets_nothing(tmp_path: Path) -> None:
+    ours, store = snapshots(tmp_path / "store", "us"), tmp_path / "store"
+    store.mkdir()
+    ours.claim(Run("us", 1), tmp_path / "out", {})
+    data = image(1)
+    ours.save(data, step=1, generation=1, facts={})
+    store.rename(tmp_path / "moved")
+    snapshots(store, "other").store.put("run.json", [b'{"run_id": "other", "generation": 5}'])
+    before = sorted(os.listdir(store))
+    with pytest.raises(OSError, match=r"is the folder of another run by now \(other, this is us\)"):
+        ours.save(data, step=2, generation=1, facts={})
+    assert {*os.listdir(store)} - {"lease.json"} == {*before} - {"lease.json"}
+    shutil.rmtree(store)
+    (tmp_path / "moved").rename(store)
+    ours.save(data, step=3, generation=1, facts={})
+    ours.release()
+
+
+def test_a_folder_shows_its_own_run(tmp_path: Path) -> None:
+    save(tmp_path, 1, run_id="us")
+    save(tmp_path, 9, run_id="other")
+    assert find_image(str(tmp_path))[1].metadata["step"] == 9, "nothing says whose it is"
+    snapshots(tmp_path).store.put("run.json", [b'{"run_id": "us", "generation": 1}'])
+    assert find_image(str(tmp_path))[1].metadata["step"] == 1
+
+
+def test_verify_counts_what_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1, 2, 3)
+    assert main(["verify", str(tmp_path)]) == 0
+    newest, older, _ = manifests(tmp_path)
+    manifest_file(older).unlink()
+    assert main(["verify", str(tmp_path)]) == 0, "it may be on its way"
+    assert "no: it has no manifest" in capsys.readouterr().out
+    manifest_file(newest).write_text("null")
+    for command in ("ls", "verify"):
+        assert main([command, str(tmp_path)]) == 1
+        assert f"no: its manifest is damaged  {newest.stem}" in capsys.readouterr().out
 
 
 def test_none_valid_is_not_none_there(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ from typing import Any
 import pytest
 from conftest import Runs, read_until_step
 
-from mingpt import remote, storage
+import train_gpt
+from mingpt import interop, prepare, remote, sample, snapshot, storage
 from mingpt.faults import redact
 from mingpt.remote import RemoteStore, open_store
 from mingpt.storage import Store
@@ -386,6 +387,34 @@ def test_a_secret_in_a_uri_is_used_and_not_shown(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(PermissionError, match="planted://host/x: no right") as caught:
         store.probe()
     assert given["password"] == SECRET and SECRET not in f"{caught.value!r}{vars(store).get('uri')}"
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://me:PLANTED@bucket/run", "s3://buck et/run?sig=PLANTED", "memory://me:PLANTED@h/x?y=PLANTED"]
+)
+def test_no_command_tells_the_secret_of_a_uri(
+    uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("some text " * 100)
+    train = ["--device=cpu", "--data.path=text.txt", "--train.max_steps=1"]
+    commands: list[tuple[Callable[[list[str]], int], list[str]]] = [
+        (train_gpt.train, [*train, f"--data.path={uri}"]),
+        (snapshot.main, ["verify", uri]),
+        (sample.main, [uri]),
+        (interop.main, ["import", uri, "--out=out"]),
+        (prepare.main, [uri, "--out=out"]),
+    ]
+    for main, arguments in commands:
+        try:
+            code = main(arguments)
+        except (ValueError, OSError) as error:
+            code = train_gpt.report(error, 0)
+        except SystemExit as exit:  # argparse's
+            code = int(exit.code or 0)
+        assert code
+        said = "".join(capsys.readouterr())
+        assert said and "PLANTED" not in said
 
 
 def test_what_is_not_found_is_told_without_a_secret() -> None:
