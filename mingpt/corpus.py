@@ -21,6 +21,7 @@ from typing import BinaryIO
 import numpy as np
 
 from mingpt import storage
+from mingpt.faults import redact
 from mingpt.tokenizer import CUT, BPETokenizer, CharTokenizer, Tokenizer, cut, normalize
 from mingpt.tokens import (
     CHUNK,
@@ -182,10 +183,10 @@ def _cached(path: Path) -> TokenFile | None:
 
 def _prepare(uri: str, path: Path, kind: str, vocab_size: int) -> None:
     started, identity = time.monotonic(), storage.identity(uri)
-    log.info("preparing %s", uri)
+    log.info("preparing %s", redact(uri))
     with storage.open_read(uri) as file:
         if file.read(3) == codecs.BOM_UTF8:
-            log.warning("data.path=%s starts with a byte-order mark, which is left out", uri)
+            log.warning("data.path=%s starts with a byte-order mark, which is left out", redact(uri))
     tokenizer = make_tokenizer(kind, vocab_size, read_text(uri))
     if isinstance(tokenizer, CharTokenizer):
         log.info("%d symbols: %s", tokenizer.vocab_size, ascii(tokenizer.chars))
@@ -194,7 +195,7 @@ def _prepare(uri: str, path: Path, kind: str, vocab_size: int) -> None:
     if storage.identity(uri) != identity:
         path.unlink()
         raise OSError(f"data.path={uri} changed while it was read; start again when it is complete")
-    log.info("prepared %s in %.1f s: %s", uri, time.monotonic() - started, path)
+    log.info("prepared %s in %.1f s: %s", redact(uri), time.monotonic() - started, path)
 
 
 def end_of_document(tokenizer: Tokenizer) -> Ids:
@@ -317,7 +318,7 @@ def _remote_folder(uri: str, cache_gb: float) -> TokenFile:
                 shutil.rmtree(old)  # who has it mapped keeps it
         for number, shard in enumerate(index.train + index.val, 1):
             if not (folder / shard.name).exists():
-                log.info("downloading %s/%s (%d of %d)", uri, shard.name, number, len(index.train + index.val))
+                log.info("downloading %s/%s (%d of %d)", redact(uri), shard.name, number, len(index.train + index.val))
                 storage.replace_file(folder / shard.name, _verified(f"{uri}/{shard.name}", shard.sha256))
         storage.replace_file(folder / INDEX, [raw])
         return open_folder(folder)

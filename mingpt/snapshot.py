@@ -124,6 +124,10 @@ class Snapshots:
         }
         content = json.loads(json.dumps(given))  # as it will be read: JSON turns a key that is a number into a text
         manifest = Manifest(self.store, stem, content)
+        free = self.store.free()
+        if free is not None and free < data.numel():  # before a disk is filled in vain
+            sizes = f"a snapshot takes {data.numel() / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
+            raise OSError(f"{self.store.uri}: {sizes}: make room")
         self.store.put(manifest.image_name, [data.numpy().data])
         if not _holds(self.store, manifest.image_name, data):
             self.store.delete(manifest.image_name)

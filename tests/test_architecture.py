@@ -23,7 +23,7 @@ IMPORTS: dict[str, set[str]] = {
     "config": {"model"},
     "grid": set(),
     "tokens": {"grid", "tokenizer", "storage"},
-    "corpus": {"tokens", "tokenizer", "storage"},
+    "corpus": {"faults", "tokens", "tokenizer", "storage"},
     "data": {"grid", "tokens"},
     "reduction": {"distributed"},
     "lease": {"storage"},

@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +110,13 @@ def test_a_folder_that_another_run_took_the_place_of_gets_nothing(tmp_path: Path
     (tmp_path / "moved").rename(store)
     ours.save(data, step=3, generation=1, facts={})
     ours.release()
+
+
+def test_a_disk_without_room_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mingpt.storage.shutil.disk_usage", lambda _: SimpleNamespace(free=image(1).numel() - 1))
+    with pytest.raises(OSError, match="a snapshot takes 0.00 GB, and 0.00 GB are free: make room"):
+        save(tmp_path, 1)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_shows_its_own_run(tmp_path: Path) -> None:
