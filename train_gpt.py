@@ -24,7 +24,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import mingpt
-from mingpt import metrics, snapshot, storage
+from mingpt import metrics, slots, snapshot, storage
 from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
 from mingpt.corpus import open_corpus
 from mingpt.data import Validation
@@ -99,12 +99,14 @@ def train(argv: Sequence[str]) -> int:
             # Which run it continues: rank 0 looks, every rank obeys.
             run, snapshots = open_run(world, config)
             found, start = find_start(world, config, run, snapshots, model, corpus, description, hardware)
+            ram_dir = slots.folder(config.elastic.ram_image, config.elastic.ram_dir)
             if start["step"] >= max_steps:
                 log.info(
                     "finished already: %d of %d steps; a larger --train.max_steps goes on", start["step"], max_steps
                 )
                 if found:
                     show_result(config, found[0])
+                slots.remove_files(ram_dir, run.run_id)
                 return 0
             book = open_books(world, config, run, snapshots, description)
             trainer = Trainer(
@@ -131,6 +133,7 @@ def train(argv: Sequence[str]) -> int:
                 world=world,
                 generation=run.generation,
                 snapshots=snapshots,
+                ram_dir=ram_dir,
                 metrics=book,
                 sample=lambda: sample_text(model, corpus, config.seed),
                 description={

@@ -126,6 +126,8 @@ class SnapshotSection:
 class ElasticSection:
     """Workers that come and go."""
 
+    ram_image: Literal["auto", "off"] = "auto"  # auto = the state in memory as often as it costs little; off = never
+    ram_dir: Text | None = None  # folder of the images in memory; null = /dev/shm, where there is one
     timeout_seconds: Positive = 1800.0  # longest wait for another worker in a collective, in seconds
 
 

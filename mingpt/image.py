@@ -47,16 +47,54 @@ class Image:
     tensors: dict[str, Tensor]
 
 
-def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, object], buffer: Tensor | None = None) -> Tensor:
+def encode(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, object],
+    buffer: Tensor | None = None,
+    non_blocking: bool = False,
+) -> Tensor:
     """Writes an image and returns its bytes (uint8), inside `buffer` (uint8, on the CPU) where that is large enough.
 
+    With `non_blocking` what comes from a CUDA device is there once its current stream is done.
     Raises TypeError for a dtype that the layout has no name for.
     """
-    return pack(tensors, {"mingpt": json.dumps({"format_version": FORMAT_VERSION, **metadata})}, buffer)
+    return pack(tensors, _as_text(metadata), buffer, non_blocking)
 
 
-def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], buffer: Tensor | None = None) -> Tensor:
+def encoded_size(tensors: Mapping[str, Tensor], metadata: Mapping[str, object]) -> int:
+    """How many bytes `encode` would write."""
+    return _plan(tensors, _as_text(metadata))[2]
+
+
+def _as_text(metadata: Mapping[str, object]) -> dict[str, str]:
+    return {"mingpt": json.dumps({"format_version": FORMAT_VERSION, **metadata})}
+
+
+def pack(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    buffer: Tensor | None = None,
+    non_blocking: bool = False,
+) -> Tensor:
     """As `encode`, with any metadata: a safetensors file. This one pass is the only copy of the tensors."""
+    header, ordered, total = _plan(tensors, metadata)
+    if buffer is None or buffer.numel() < total:
+        buffer = torch.empty(total, dtype=torch.uint8)
+    buffer = buffer[:total]
+    first = len(header)
+    buffer[:first] = torch.frombuffer(header, dtype=torch.uint8)
+    for name in ordered:
+        tensor = tensors[name].detach()
+        size = tensor.numel() * tensor.element_size()
+        if size:
+            place = buffer[first : first + size].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor, non_blocking=non_blocking)
+        first += size
+    return buffer
+
+
+def _plan(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytearray, list[str], int]:
+    """The bytes before the tensors, the names of these in their order, and the bytes of all."""
     assert sys.byteorder == "little", "the layout is little-endian"
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
@@ -73,18 +111,7 @@ def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], buffer: Ten
         }
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % _PAGE)
-    first = 8 + len(text)
-    if buffer is None or buffer.numel() < first + end:
-        buffer = torch.empty(first + end, dtype=torch.uint8)
-    buffer = buffer[: first + end]
-    buffer[:first] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-    for name in ordered:
-        tensor = tensors[name].detach()
-        size = tensor.numel() * tensor.element_size()
-        if size:
-            buffer[first : first + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        first += size
-    return buffer
+    return bytearray(len(text).to_bytes(8, "little") + text), ordered, 8 + len(text) + end
 
 
 def decode(data: Tensor, source: str) -> Image:

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from mingpt.faults import redact
-from mingpt.image import Image, decode, encode, read_metadata, sha256s
+from mingpt.image import Image, decode, read_metadata, sha256s
 from mingpt.lease import Lease, Run, TakenOverError, open_run, read_record, record_run
 from mingpt.model import GPT, GPTConfig
 from mingpt.remote import open_store
+from mingpt.slots import Slots
 from mingpt.storage import PIECE, Store, is_remote, local_path
 from mingpt.tokenizer import Tokenizer, tokenizer_from_dict
 
@@ -209,36 +210,27 @@ def find_run(out_dir: Path, store: Store) -> Run:
 
 
 class Saver:
-    """Saves beside the training: the caller pays one copy of the state into a buffer of ours, a thread does the rest.
+    """Saves beside the training: a thread uploads a pinned slot, into which nothing is written meanwhile.
 
     At most one save is on its way; `collect` brings what became of it.
     """
 
-    def __init__(self, snapshots: Snapshots) -> None:
+    def __init__(self, snapshots: Snapshots, slots: Slots) -> None:
         self._snapshots = snapshots
+        self._slots = slots
         self._thread = ThreadPoolExecutor(1, "snapshots", initializer=_give_way)
-        self._buffer: Tensor | None = None
         self._saving: Future[Manifest] | None = None
 
-    def reserve(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, object]) -> None:
-        """Takes the memory that saving such a state needs, or the first save would wait until the kernel cleared it."""
-        self._buffer = encode(tensors, metadata, self._buffer)
+    def start(self, *, step: int, generation: int, facts: Mapping[str, object]) -> None:
+        """Begins to save the image that `slots` finished last. Only when not `busy`."""
+        assert not self.busy, "one save at a time: one slot is pinned"
+        self._saving = self._thread.submit(self._save, self._slots.pin(), step=step, generation=generation, facts=facts)
 
-    def start(
-        self,
-        tensors: Mapping[str, Tensor],
-        metadata: Mapping[str, object],
-        *,
-        step: int,
-        generation: int,
-        facts: Mapping[str, object],
-    ) -> None:
-        """Copies the state and begins to save it. Only when not `busy`."""
-        assert not self.busy, "one save at a time: its bytes are in the buffer"
-        self._buffer = encode(tensors, metadata, self._buffer)
-        self._saving = self._thread.submit(
-            self._snapshots.save, self._buffer, step=step, generation=generation, facts=facts
-        )
+    def _save(self, data: Tensor, **what: Any) -> Manifest:
+        try:
+            return self._snapshots.save(data, **what)
+        finally:
+            self._slots.unpin()
 
     @property
     def busy(self) -> bool:

@@ -13,9 +13,12 @@ import gc
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from numbers import Integral, Real
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,10 +29,11 @@ from mingpt.data import Batches, Validation
 from mingpt.distributed import Control, World
 from mingpt.elastic import StopSignals
 from mingpt.grid import Grid, mix, share
-from mingpt.image import Image, restore_rng, rng_tensors
+from mingpt.image import Image, encoded_size, restore_rng, rng_tensors
 from mingpt.metrics import Metrics, duration
 from mingpt.optim import SCHEDULES, learning_rate_at, make_optimizer, optimizer_tensors
 from mingpt.reduction import ExactReduction, FastReduction
+from mingpt.slots import Slots
 from mingpt.snapshot import Manifest, Saver, Snapshots, model_tensors
 from mingpt.tokens import Tokens
 
@@ -61,6 +65,8 @@ _SETTINGS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 BAD_IN_A_ROW = 20  # updates that may be skipped one after the other: more are no accident
 SKIPS_LISTED = 64  # the newest ones that the state lists
 RETRY_SECONDS = 10.0  # from a save that failed to the next try
+IMAGE_SHARE = 0.02  # of the training that RAM images may take
+IMAGE_SECONDS = 1.0  # of training that a kill may cost, whatever RAM images take; a step where that is longer
 
 
 class Trainer:
@@ -68,9 +74,10 @@ class Trainer:
 
     Settings are those of the config sections `optim`, `train`, `snapshot` and `log`, by the same names; intervals are
     in optimizer steps. `world` is this process among the ranks (None: as the environment says), `generation` the number
-    of its formation. Rank 0 alone writes into `snapshots` (None: nothing is saved) and `metrics`; `sample` returns a
-    text to show, `description` is kept in every image. Call `restore` to go on from an image, then `fit`, once;
-    afterwards `step`, `val_loss` and `stopped` tell how it ended.
+    of its formation. Rank 0 alone writes into `snapshots` (None: nothing is saved) and `metrics`; the first rank of
+    each node keeps images of that run in `ram_dir` (None: nowhere), until `fit` is done. `sample` returns a text to
+    show, `description` is kept in every image. Call `restore` to go on from an image, then `fit`, once; afterwards
+    `step`, `val_loss` and `stopped` tell how it ended.
 
     Raises ValueError for settings that contradict each other or the data.
     """
@@ -109,6 +116,7 @@ class Trainer:
         world: World | None = None,
         generation: int = 1,
         snapshots: Snapshots | None = None,
+        ram_dir: Path | None = None,
         metrics: Metrics | None = None,
         sample: Callable[[], str] | None = None,
         description: Mapping[str, object] | None = None,
@@ -141,7 +149,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=dtype == torch.float16)
         self.reduction = self._make_reduction(reduction)
         self.metrics = metrics if metrics and self.world.is_main else Metrics()
-        self.saver = Saver(snapshots) if snapshots and self.world.is_main else None
+        self.slots: Slots | None = None  # on the first rank of every node, while `fit` goes on
+        self.saver: Saver | None = None  # on rank 0
         self.max_steps = max_steps
 
         self._seed = seed
@@ -162,6 +171,8 @@ class Trainer:
         self._save_interval = save_interval
         self._save_interval_seconds = save_interval_seconds
         self._on_error = on_error
+        self._snapshots = snapshots
+        self._ram_dir = ram_dir
         self._generation = generation
         self._sample = sample
         self._description = dict(description or {})
@@ -192,7 +203,12 @@ class Trainer:
         self._broken_seen = torch.full((), -1, pin_memory=self.world.device.type == "cuda")
         self._saved_at, self._saved_step = time.monotonic(), 0  # the last try
         self._owed_from = math.inf  # when a save is to be made up for: one failed, or was due while one was on its way
-        self._stalled = 0.0  # seconds that saving kept the training since the last row
+        self._wanted = False  # the image of this step is to be saved
+        self._image: dict[str, Any] | None = None  # the metadata of the one that is being copied
+        self._cadence = _Cadence()
+        self._cost = 0.0  # seconds that all images kept the training
+        # Seconds that saving and RAM images kept the training since the last row.
+        self._kept = {"perf/snapshot_stall_seconds": 0.0, "perf/ram_image_seconds": 0.0}
         self._restored = False
         self._restored_compiled: bool | None = None
         self._first_step = 0
@@ -210,8 +226,7 @@ class Trainer:
             self.restore(None)  # every rank has rank 0's weights, whatever each of them was given
         if self._compile:
             self._warm_up()
-        if self.saver:
-            self.saver.reserve(self._tensors(), self._metadata())
+        self._open_slots()
         distributed.seed_all(mix(self._seed, self.step))
         self._first_step = self.step
         self._watch = _Stopwatch(self.step)
@@ -220,6 +235,9 @@ class Trainer:
                 while self._due_before_step():
                     self._control.start(stop=signals.wanted, broken=int(self._broken_seen) >= 0)
                     self._update()
+                distributed.barrier(self.world)  # the last snapshot is safe: what is in memory is not needed any more
+                if self.slots:
+                    self.slots.remove()
         finally:
             self.close()
 
@@ -228,6 +246,7 @@ class Trainer:
         lr = learning_rate_at(self.step, **self._schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self._begin_image()  # of the state before this update; it is copied beside the forward and the backward
         cells = self.batches.cells(self.step, self.share)
         self.reduction.begin()
         for cell, (idx, targets) in zip(self.share, cells, strict=True):
@@ -240,6 +259,7 @@ class Trainer:
         self._loss = self.reduction.finish(with_loss=self._is_log_due(self.step + 1))
         self.scaler.unscale_(self.optimizer)
         self._grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._grad_clip)
+        self._finish_image()
         self._guard()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -268,7 +288,9 @@ class Trainer:
             if self.saver:
                 self._collect()
                 if end or self.stopped or improved or self._is_save_due():
-                    self._save(self.saver, last=end or self.stopped)
+                    self._want_snapshot(self.saver, last=end or self.stopped)
+            if end or self.stopped:
+                self._keep_last()
         return not (end or self.stopped)
 
     @staticmethod
@@ -359,7 +381,7 @@ class Trainer:
         loss, norm = float(self._loss), float(self._grad_norm)
         lr = learning_rate_at(self.step - 1, **self._schedule)  # of the update that this row is about
         steps, seconds = self._watch.lap(self.step)
-        stalled, self._stalled = self._stalled, 0.0
+        kept, self._kept = self._kept, dict.fromkeys(self._kept, 0.0)
         rate = steps * self.grid.tokens_per_step / seconds
         left = (self.max_steps - self.step) * seconds / steps
         log.info(
@@ -383,7 +405,7 @@ class Trainer:
             "train/grad_norm": norm,
             "perf/tokens_per_second": rate,
             "perf/step_seconds": seconds / steps,
-            "perf/snapshot_stall_seconds": stalled,
+            **kept,
             "data/samples_seen": self.grid.samples_seen(self.step),
             "data/epoch": self.grid.epoch(self.step),
             "elastic/world_size": self.world.world_size,
@@ -433,24 +455,67 @@ class Trainer:
 
     # The state, out and in
 
-    def _save(self, saver: Saver, last: bool) -> None:
-        """Begins to save the state at `step`, on rank 0; the last save is awaited, and raises where it fails."""
-        started = time.monotonic()
+    def _open_slots(self) -> None:
+        """On the first rank of a node where its images go, on rank 0 also what saves them."""
+        main = self.world.is_main
+        if self._snapshots and (main or (self.world.local_rank == 0 and self._ram_dir)):
+            size = encoded_size(self._tensors(), self._metadata())
+            self.slots = Slots.open(self._ram_dir, self._snapshots.run_id, size)
+            self.saver = Saver(self._snapshots, self.slots) if main else None
+
+    def _begin_image(self, last: bool = False) -> None:
+        """Begins to copy the state at `step` where an image is due: by the cadence, or because it is to be saved."""
+        slots, now = self.slots, self._watch.now()
+        if not slots or not (self._wanted or (slots.shared and (last or self._cadence.is_due(self.step)))):
+            return
+        with self._keeping():
+            tensors, self._image = self._tensors(), self._metadata()
+            # A forward may change buffers; all else waits for the update.
+            names = {f"model.{name}" for name, _ in self.model.named_buffers()} & tensors.keys()
+            tensors |= {name: tensors[name].clone() for name in names}
+            slots.begin(tensors, self._image, sound=lambda: int(self._broken_seen) < 0)
+        # On CPUs a copy beside the training takes from it too, at most what it computes.
+        beside = slots.thread_seconds if self.world.device.type == "cpu" else 0.0
+        if self._cadence.note(self.step, now, self._cost + beside):
+            log.info("an image in memory every %d step(s)", self._cadence.every)
+
+    def _finish_image(self) -> None:
+        """Waits for the copy, before the state changes; then it can be saved."""
+        if self._image is None or self.slots is None:
+            return
+        with self._keeping():
+            sound = self.slots.finish()
+            if self._wanted and sound and self.saver:
+                facts = {key: self._image[key] for key in ("val_loss", "world_size", "fingerprints", "config")}
+                self.saver.start(step=self.step, generation=self._generation, facts=facts)
+        self._wanted, self._image = False, None
+
+    def _keep_last(self) -> None:
+        """The last image, and on rank 0 the last snapshot, which is awaited; raises where that fails."""
+        self._begin_image(last=True)
+        self._finish_image()
+        if self.saver:
+            self._collect(wait=True, must=True)
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Time in here counts as what a save, or else a RAM image, kept the training."""
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        self._cost += seconds
+        self._kept["perf/snapshot_stall_seconds" if self._wanted else "perf/ram_image_seconds"] += seconds
+
+    def _want_snapshot(self, saver: Saver, last: bool) -> None:
+        """Has the image of this step saved, unless it is already, or another is on its way: then it is owed."""
+        now = time.monotonic()
         if last:
             self._collect(wait=True)
         if saver.busy:
-            self._owed_from = started
-            return
-        # The one wait for the device: no snapshot hides a broken update, of which all ranks hear a step later.
-        if int(self._broken) >= 0 or (self.last_manifest and self.last_manifest.facts["step"] == self.step):
-            return
-        self._saved_at, self._saved_step, self._owed_from = started, self.step, math.inf
-        metadata = self._metadata()
-        facts = {key: metadata[key] for key in ("val_loss", "world_size", "fingerprints", "config")}
-        saver.start(self._tensors(), metadata, step=self.step, generation=self._generation, facts=facts)
-        self._stalled += time.monotonic() - started
-        if last:
-            self._collect(wait=True, must=True)
+            self._owed_from = now
+        elif not self.last_manifest or self.last_manifest.facts["step"] != self.step:
+            self._wanted = True
+            self._saved_at, self._saved_step, self._owed_from = now, self.step, math.inf
 
     def _collect(self, wait: bool = False, must: bool = False) -> None:
         """Takes note of the save that was on its way; one that failed is told at once and owed, or raises."""
@@ -543,6 +608,8 @@ class Trainer:
         self.batches.close()
         if self.saver:
             self.saver.close()
+        if self.slots:
+            self.slots.close()
         if reduction := self.__dict__.pop("reduction", None):
             reduction.close()
         gc.collect()
@@ -567,22 +634,57 @@ def loss_of(output: object) -> Tensor:
 
 
 class _Stopwatch:
-    """The seconds of training between two rows, without evaluation, sampling and saving."""
+    """A clock of the training, which stands still in evaluation and sampling; in seconds."""
 
     def __init__(self, step: int) -> None:
-        self._step = step
-        self._since = time.perf_counter()
+        self._paused = 0.0
+        self._lap = step, self.now()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._paused
 
     def lap(self, step: int) -> tuple[int, float]:
         """Steps and seconds since the last lap."""
-        now = time.perf_counter()
-        steps, seconds = step - self._step, now - self._since
-        self._step, self._since = step, now
-        return steps, seconds
+        (last_step, since), self._lap = self._lap, (step, self.now())
+        return step - last_step, self._lap[1] - since
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time in here does not count."""
         started = time.perf_counter()
         yield
-        self._since += time.perf_counter() - started
+        self._paused += time.perf_counter() - started
+
+
+class _Cadence:
+    """How many steps pass from one RAM image to the next.
+
+    So many that images take `IMAGE_SHARE` of the training, but no more than fit into `IMAGE_SECONDS` of it. A power of
+    two, so that it seldom changes. Judged by the middle of what the last images took.
+    """
+
+    def __init__(self) -> None:
+        self.every = 1
+        self._image: tuple[int, float, float] | None = None  # the last one: its step, when it began, `cost` then
+        self._costs: deque[float] = deque(maxlen=5)
+        self._steps: deque[float] = deque(maxlen=5)
+
+    def is_due(self, step: int) -> bool:
+        return self._image is None or step - self._image[0] >= self.every
+
+    def note(self, step: int, now: float, cost: float) -> bool:
+        """An image of `step` begins; `cost`: the seconds that all so far took. True where `every` changes."""
+        last, self._image = self._image, (step, now, cost)
+        if last is None or step == last[0]:
+            return False
+        self._costs.append(cost - last[2])
+        self._steps.append((now - last[1]) / (step - last[0]))
+        cost, seconds, before = median(self._costs), median(self._steps), self.every
+        # An image is committed a little after its step, so a kill may cost one step more.
+        fitting = [2**i for i in range(20) if (2**i + 1) * seconds <= IMAGE_SECONDS] or [1]
+        enough, plenty = (
+            next((every for every in fitting if cost <= share * every * seconds), fitting[-1])
+            for share in (IMAGE_SHARE, IMAGE_SHARE / 2)
+        )
+        self.every = max(enough, min(before, plenty))
+        return self.every != before
