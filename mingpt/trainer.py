@@ -466,7 +466,7 @@ class Trainer:
     def _begin_image(self, last: bool = False) -> None:
         """Begins to copy the state at `step` where an image is due: by the cadence, or because it is to be saved."""
         slots, now = self.slots, self._watch.now()
-        if not slots or not (self._wanted or (slots.shared and (last or self._cadence.is_due(self.step)))):
+        if not slots or not (self._wanted or (slots.shared and (last or self._cadence.is_due(self.step, now)))):
             return
         with self._keeping():
             tensors, self._image = self._tensors(), self._metadata()
@@ -669,8 +669,12 @@ class _Cadence:
         self._costs: deque[float] = deque(maxlen=5)
         self._steps: deque[float] = deque(maxlen=5)
 
-    def is_due(self, step: int) -> bool:
-        return self._image is None or step - self._image[0] >= self.every
+    def is_due(self, step: int, now: float) -> bool:
+        """Whether an image of `step` is due: at first, by steps, or, where these became slower, by seconds."""
+        if self._image is None:
+            return True
+        after_it = now + (median(self._steps) if self._steps else 0.0)
+        return step - self._image[0] >= self.every or after_it - self._image[1] > IMAGE_SECONDS
 
     def note(self, step: int, now: float, cost: float) -> bool:
         """An image of `step` begins; `cost`: the seconds that all so far took. True where `every` changes."""

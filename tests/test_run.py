@@ -1,5 +1,6 @@
 """Whole runs of train_gpt.py: started, killed, resized, resumed, refused."""
 
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import train_gpt
 from mingpt.distributed import World
 from mingpt.grid import Grid
 from mingpt.model import GPTConfig
+from mingpt.slots import newest_image
 
 
 def sums(output: str) -> tuple[str, str]:
@@ -107,6 +109,22 @@ def test_torchrun_in_fast_mode_is_the_single_process_within_tolerance(runs: Runs
 def test_ranks_without_cells_are_told_how_to_be_of_use(runs: Runs) -> None:
     output = runs("--train.micro_batch_size=6", "--train.max_steps=12", ranks=3, launcher="torchrun")
     assert output.count("1 of 3 ranks have nothing to do; train.micro_batch_size=4 makes 3 cells for them") == 1
+
+
+def test_kill_9_leaves_an_image_in_memory_of_a_second_or_a_step_ago(runs: Runs) -> None:
+    (runs.folder / "ram").mkdir()
+    process = runs.start("--train.max_steps=100000", "--train.eval_interval=0", "--elastic.ram_dir=ram")
+    kill_at(process, 60)
+    run_id = json.loads((runs.folder / "runs/small/run.json").read_text(encoding="utf-8"))["run_id"]
+    newest = newest_image(runs.folder / "ram", run_id)
+    assert newest is not None
+    (generation, step), image = newest
+    assert generation == 1
+    assert image.metadata["config"]["name"] == "small"
+    times = {row["step"]: row["time"] for row in runs.rows() if "train/loss" in row}
+    assert step >= max(times) - 1 or times[max(times)] - times[step] < 1.2
+    runs("--train.max_steps=100", "--snapshot.resume=must", "--elastic.ram_dir=ram")
+    assert os.listdir(runs.folder / "ram") == [], "the run has ended"
 
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])

@@ -1,10 +1,12 @@
 """The loop from Python: what a resume restores, what a step leaves alone, and how a run ends."""
 
+import dataclasses
 import itertools
 import math
 import signal
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from mingpt.metrics import Metrics, read_metrics
 from mingpt.model import GPT, GPTConfig
 from mingpt.optim import learning_rate_at
 from mingpt.reduction import FastReduction
+from mingpt.slots import Slots, newest_image
 from mingpt.snapshot import Snapshots, read_verified
-from mingpt.trainer import Trainer
+from mingpt.trainer import IMAGE_SECONDS, IMAGE_SHARE, Trainer, _Cadence
 
 VOCABULARY = 11
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, 900).astype(np.uint16)
@@ -406,7 +409,10 @@ def test_a_full_disk_may_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 10 < stopping.step < 30
 
 
-def test_a_slow_save_holds_nothing_up_and_saves_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_slow_save_holds_nothing_up_and_saves_its_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
+) -> None:
     save, go, steps = Snapshots.save, threading.Event(), []
 
     def slow(self: Snapshots, data: Tensor, **kwargs: Any) -> Any:
@@ -415,9 +421,13 @@ def test_a_slow_save_holds_nothing_up_and_saves_its_own_step(tmp_path: Path, mon
         return save(self, data, **kwargs)
 
     monkeypatch.setattr(Snapshots, "save", slow)
-    settings = {"save_interval": 5, "eval_interval": 0, "max_steps": 23}
+    settings: dict[str, Any] = {"save_interval": 5, "eval_interval": 0, "max_steps": 23}
     metrics = Recorder({18: go.set})  # the save of step 5 is on its way until then
-    trainer(snapshots=snapshots(tmp_path / "slow", "us", keep_last=9), metrics=metrics, **settings).fit()
+    ours = snapshots(tmp_path / "slow", "us", keep_last=9)
+    if in_memory:
+        monkeypatch.setattr(_Cadence, "is_due", lambda *_: True)
+        settings["ram_dir"] = folder(tmp_path, "ram")
+    trainer(snapshots=ours, metrics=metrics, **settings).fit()
     assert steps[0] == 5
     assert 18 < steps[1] <= 20, "what was due meanwhile is made up for at once"
     assert steps[-1] == 23
@@ -427,6 +437,174 @@ def test_a_slow_save_holds_nothing_up_and_saves_its_own_step(tmp_path: Path, mon
     slow_ones = {m.facts["step"]: m.facts["state_sha256"] for m in manifests(tmp_path / "slow")}
     assert slow_ones[5] == fast[5], "its bytes are those of step 5, though 13 more were made meanwhile"
     assert slow_ones[23] == fast[23]
+
+
+def folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
+class Counting(nn.Module):
+    """A GPT whose every forward changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = gpt()
+        self.register_buffer("forwards", torch.zeros(1))
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Any:
+        self.forwards += 1  # type: ignore[operator]
+        return self.gpt(idx, targets)
+
+
+def test_images_in_memory_hold_the_state_of_their_step_however_late_they_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ram = folder(tmp_path, "ram")
+    monkeypatch.setattr(_Cadence, "is_due", lambda *_: True)
+    ours = trainer(Counting(), snapshots=snapshots(tmp_path / "kept"), ram_dir=ram, max_steps=12, generation=3)
+    begin, guard, finish, late = ours._begin_image, ours._guard, Slots.finish, threading.Event()
+    states: dict[int, dict[str, Tensor]] = {}
+    seen = []
+
+    def slow(*args: Any, **options: Any) -> Tensor:
+        assert late.wait(60)
+        return encode(*args, **options)
+
+    def begin_image(last: bool = False) -> None:
+        states[ours.step] = {name: tensor.clone() for name, tensor in ours._tensors().items()}
+        late.clear()
+        begin(last)
+
+    def finish_late(slots: Slots) -> bool:
+        late.set()  # forward and backward are done, and the generators elsewhere
+        return finish(slots)
+
+    def look() -> None:
+        assert ours.slots and ours.slots._committing
+        ours.slots._committing.result()
+        newest = newest_image(ram, "us")
+        assert newest is not None
+        assert newest[0] == (3, ours.step)
+        assert newest[1].metadata["samples_seen"] == 8 * ours.step
+        assert newest[1].tensors.keys() == states[ours.step].keys()
+        for name, tensor in states[ours.step].items():
+            assert newest[1].tensors[name].numpy().tobytes() == tensor.detach().numpy().tobytes(), name
+        seen.append(ours.step)
+        guard()
+
+    monkeypatch.setattr("mingpt.slots.encode", slow)
+    monkeypatch.setattr(Slots, "finish", finish_late)
+    monkeypatch.setattr(ours, "_begin_image", begin_image)
+    monkeypatch.setattr(ours, "_guard", look)
+    ours.fit()
+    assert seen == list(range(12))
+    assert sha256s(states[12])[1] == manifests(tmp_path / "kept")[0].facts["state_sha256"]
+    assert list(ram.iterdir()) == [], "the run has ended"
+
+
+def test_images_in_memory_stay_where_the_run_did_not_end_and_none_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter(range(10**6))
+    monkeypatch.setattr(_Cadence, "is_due", lambda *_: True)
+    broken = trainer(
+        Broken(lambda idx: next(calls) == 4 * 7), snapshots=snapshots(tmp_path / "kept"),
+        ram_dir=folder(tmp_path, "ram"), eval_interval=0,
+    )  # fmt: skip
+    with pytest.raises(ArithmeticError, match="update 7 "):
+        broken.fit()
+    newest = newest_image(tmp_path / "ram", "us")
+    assert newest is not None
+    assert newest[0] == (1, 7)
+
+
+def test_images_in_memory_go_after_an_agreed_stop(tmp_path: Path) -> None:
+    ram = folder(tmp_path, "ram")
+    there: list[str] = []
+
+    def stop() -> None:
+        there.extend(path.name for path in ram.iterdir())
+        signal.raise_signal(signal.SIGTERM)
+
+    stopping = trainer(metrics=Recorder({7: stop}), snapshots=snapshots(tmp_path / "kept"), ram_dir=ram)
+    stopping.fit()
+    assert stopping.stopped
+    assert len(there) == 1
+    assert list(ram.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "image_seconds", "expected"),
+    [
+        (0.1, 0.001, {1}),
+        (30.0, 0.5, {1}),
+        (0.01, 0.001, {8, 16}),  # 0.2 ms of a step are the share
+        (0.01, 0.009, {64}),  # as many as fit into a second
+        (0.3, 0.05, {2}),
+        (0.6, 0.5, {1}),  # a step fits
+        (5.0, 4.0, {1}),
+    ],
+)
+def test_images_in_memory_are_as_many_as_cost_little_but_one_a_second(
+    step_seconds: float, image_seconds: float, expected: set[int]
+) -> None:
+    cadence, now, cost, step, images = _Cadence(), 100.0, 0.0, 7, []
+    for step in range(7, 3000):
+        if cadence.is_due(step, now):
+            cadence.note(step, now, cost)
+            images.append(step)
+            slow = step == 7 or step % 11 == 0  # the first, and others now and then
+            cost += image_seconds * (5 if slow else 1)
+        now += step_seconds
+    assert images[0] == 7
+    late = images[len(images) // 2 :]
+    between = {b - a for a, b in pairwise(late)}
+    assert between <= expected
+    share = image_seconds / step_seconds / min(between)
+    lost = (max(between) + 1) * step_seconds
+    assert share <= IMAGE_SHARE or lost + max(between) * step_seconds > IMAGE_SECONDS
+    assert lost <= IMAGE_SECONDS or between == {1}
+
+
+def test_steps_that_become_slower_do_not_put_an_image_off() -> None:
+    cadence, now, images = _Cadence(), 0.0, []
+    for step in range(400):
+        if cadence.is_due(step, now):
+            cadence.note(step, now, 0.005 * len(images))
+            images.append((step, now))
+        now += 0.01 if step < 200 else 0.4
+    assert max(b[1] - a[1] for a, b in pairwise(images)) < IMAGE_SECONDS + 0.4
+    assert images[-1][0] - images[-2][0] == 1
+
+
+def first_ranks_of_nodes(ram: str) -> int:
+    """What a rank of a node of its own finds in memory at step 5, where its rank is 1."""
+    world = dataclasses.replace(distributed.locate("cpu"), local_rank=0, local_world_size=1)
+    distributed.connect(world, {}, timeout_seconds=60)
+    ours = trainer(
+        world=world, max_steps=6, snapshots=snapshots(Path(ram) / "kept"), ram_dir=Path(ram) / str(world.rank)
+    )
+    found = []
+    guard = ours._guard
+
+    def look() -> None:
+        if ours.step == 5:
+            newest = newest_image(Path(ram) / str(world.rank), "us")
+            found.append(newest[0][1] if newest else -1)
+        guard()
+
+    ours._guard = look  # type: ignore[method-assign]
+    ours.fit()
+    distributed.leave()
+    assert list((Path(ram) / str(world.rank)).iterdir()) == []
+    return found[0]
+
+
+def test_every_node_keeps_an_image(tmp_path: Path) -> None:
+    for name in ("0", "1", "kept"):
+        folder(tmp_path, name)
+    assert all(step >= 0 for step in in_world(2, first_ranks_of_nodes, str(tmp_path)))
 
 
 def test_exact_mode_says_when_a_replayed_step_differs(caplog: pytest.LogCaptureFixture) -> None:
