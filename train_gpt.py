@@ -24,20 +24,19 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import mingpt
-from mingpt import metrics, slots, snapshot, storage
+from mingpt import elastic, metrics, slots, snapshot, storage
 from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
 from mingpt.corpus import open_corpus
 from mingpt.data import Validation
 from mingpt.distributed import World
-from mingpt.elastic import STOP_EXIT_CODE, StopSignals
+from mingpt.elastic import STOP_EXIT_CODE, Found, StopSignals
 from mingpt.faults import redact
 from mingpt.grid import Grid, mix, share
-from mingpt.image import Image
 from mingpt.lease import Run, TakenOverError, record_run
 from mingpt.model import GPT, GPTConfig, check_causal
 from mingpt.remote import open_store
-from mingpt.resume import changes_on_resume
-from mingpt.snapshot import Manifest, Snapshots, find_run
+from mingpt.resume import CURE, changes_on_resume
+from mingpt.snapshot import Manifest, Snapshots
 from mingpt.tokenizer import CharTokenizer, tokenizer_from_dict
 from mingpt.tokens import TokenFile
 from mingpt.trainer import Trainer
@@ -96,16 +95,16 @@ def train(argv: Sequence[str]) -> int:
     snapshots: Snapshots | None = None
     try:
         with StopSignals() as signals:
-            # Which run it continues: rank 0 looks, every rank obeys.
-            run, snapshots = open_run(world, config)
-            found, start = find_start(world, config, run, snapshots, model, corpus, description, hardware)
+            # Which run it continues, and from where: every node tells what it knows and has.
             ram_dir = slots.folder(config.elastic.ram_image, config.elastic.ram_dir)
-            if start["step"] >= max_steps:
+            run, snapshots = open_run(world, config, ram_dir)
+            found, start = find_start(world, config, run, snapshots, ram_dir, model, corpus, description, hardware)
+            if found and found.is_kept and start["step"] >= max_steps:
                 log.info(
                     "finished already: %d of %d steps; a larger --train.max_steps goes on", start["step"], max_steps
                 )
-                if found:
-                    show_result(config, found[0])
+                if found.manifest:
+                    show_result(config, found.manifest)
                 slots.remove_files(ram_dir, run.run_id)
                 return 0
             book = open_books(world, config, run, snapshots, description)
@@ -151,8 +150,8 @@ def train(argv: Sequence[str]) -> int:
             )
             # A changed setting changes the losses: then there is nothing to see again.
             replayed = {} if start["changes"] else losses_after(start["step"], config) if world.is_main else {}
-            manifest, image = found or (None, None)
-            trainer.restore(image, manifest, replayed)
+            image, manifest, owner = (found.image, found.manifest, found.holding.rank) if found else (None, None, 0)
+            trainer.restore(image, manifest, replayed, owner)
             found = image = None  # else the file stays mapped, and on disk, until the run ends
             book.event("start", start["step"], world_size=world.world_size, run_id=run.run_id, changes=start["changes"])
             if world.is_main:
@@ -188,10 +187,10 @@ def connect(world: World, config: Config, description: dict[str, Any], hardware:
     distributed.connect(world, hello, config.elastic.timeout_seconds)
 
 
-def open_run(world: World, config: Config) -> tuple[Run, Snapshots]:
-    """The run that lives in the run's folder and its snapshots' store, or a new one."""
+def open_run(world: World, config: Config, ram_dir: Path | None) -> tuple[Run, Snapshots]:
+    """The run that all nodes know of, or a new one, and its snapshots in the store that this world writes into."""
     store = open_store(config.snapshot_uri)
-    run = Run(**distributed.decide(world, lambda: asdict(find_run(config.run_dir, store))))
+    run = elastic.agree_on_run(world, config.run_dir, store, ram_dir)
     return run, Snapshots(store, run.run_id, config.snapshot.keep_last, config.snapshot.keep_interval)
 
 
@@ -200,40 +199,47 @@ def find_start(
     config: Config,
     run: Run,
     snapshots: Snapshots,
+    ram_dir: Path | None,
     model: GPT,
     corpus: TokenFile,
     description: dict[str, Any],
     hardware: str,
-) -> tuple[tuple[Manifest, Image] | None, dict[str, Any]]:
-    """What rank 0 found to go on from (None elsewhere, and for a new run), and the step and changes that all obey.
+) -> tuple[Found | None, dict[str, Any]]:
+    """The newest image of all nodes to go on from (None: a new run), and the step and changes that all obey.
 
     A new run takes the weights of `snapshot.init_from`. Raises ValueError, on every rank, where the description is not
-    the run's.
+    the run's, or where the run was saved once and nothing of it is left.
     """
-    found: list[tuple[Manifest, Image]] = []
+    found = elastic.find_newest(world, snapshots, ram_dir)
 
-    def look() -> dict[str, Any]:
-        newest = snapshots.newest()
-        if newest is None:
+    def judge() -> dict[str, Any]:
+        if found is None:
+            uri = snapshots.store.uri
+            if run.saved_in:
+                raise ValueError(
+                    f"run {run.run_id} was saved in {run.saved_in}, but no image of it is in {uri} or on a node here: "
+                    "bring one back, start a node that has one as well, or give the right snapshot.uri; to start over: "
+                    f"{CURE}"
+                )
             if run.generation > 1:
-                log.warning("no snapshot of this run is in %s: starting over at step 0", snapshots.store.uri)
+                log.warning("this run ended before its first snapshot: starting over at step 0")
             if config.snapshot.resume == "must":
-                raise ValueError(f"snapshot.resume=must, but no snapshot is in {snapshots.store.uri}; take resume=auto")
+                raise ValueError(f"snapshot.resume=must, but no snapshot is in {uri}; take resume=auto")
             if config.snapshot.init_from:
                 source, image = snapshot.find_image(config.snapshot.init_from)
                 check_symbols(image.metadata, corpus, source)
                 snapshot.load_weights(model, image, source)
             return {"step": 0, "changes": {}}
-        found.append(newest)
-        saved = newest[1].metadata
-        check_symbols(saved, corpus, newest[0].image_uri)
+        saved = found.metadata
+        if not found.is_kept:
+            log.info("going on from %s", found.holding)
+        check_symbols(saved, corpus, str(found.holding))
         changes = changes_on_resume(saved["config"], description, config.snapshot.resume)
         if config.train.reduction == "exact" and saved["hardware"] != hardware:
             log.warning("warning: bits will differ: the run began on %s, this is %s", saved["hardware"], hardware)
         return {"step": saved["step"], "changes": changes}
 
-    start = distributed.decide(world, look)
-    return (found[0] if found else None), start
+    return found, distributed.decide(world, judge)
 
 
 def check_tokens(config: Config, corpus: TokenFile) -> None:
@@ -290,8 +296,12 @@ def open_books(
             raise OSError(told(error) + cure) from error
 
     distributed.decide(world, write)
-    if world.local_rank == 0 and not world.is_main:  # on every node
-        record_run(run, out_dir, None, {"name": config.name, "config": description})
+
+    def note() -> None:
+        if world.heads_node and not world.is_main:
+            record_run(run, out_dir, None, {"name": config.name, "config": description})
+
+    distributed.gather(world, note)  # on every node, which may be another run's first rank next time
     return metrics.Metrics(out_dir / "metrics.jsonl" if world.is_main else None, run.generation)
 
 

@@ -65,6 +65,11 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def heads_node(self) -> bool:
+        """Whether this rank speaks for the ranks that share its memory and its disks."""
+        return self.local_rank == 0 or self.is_main
+
 
 def device_type(device: str) -> str:
     """`cuda`, `mps` or `cpu` for the setting `device` (`auto` takes the first that is there).
@@ -265,40 +270,88 @@ def all_reduce_sum(tensor: Tensor, world: World) -> None:
         dist.all_reduce(tensor)
 
 
-def broadcast(tensor: Tensor, world: World) -> None:
-    """Gives every rank rank 0's `tensor`, in place."""
+def broadcast(tensor: Tensor, world: World, source: int = 0) -> None:
+    """Gives every rank the `tensor` of rank `source`, in place."""
     if world.world_size > 1:
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(tensor, src=source)
 
 
-def broadcast_json(value: object, world: World) -> object:
-    """Gives every rank rank 0's `value` (JSON, not pickle: nothing that can execute crosses the wire)."""
+def broadcast_json(value: object, world: World, source: int = 0) -> object:
+    """Gives every rank the `value` of rank `source` (JSON, not pickle: nothing that can execute crosses the wire)."""
     if world.world_size == 1:
         return value
-    content = bytearray(json.dumps(value).encode())
-    length = torch.tensor([len(content)])
-    dist.broadcast(length, src=0)
-    data = torch.empty(int(length), dtype=torch.uint8)
-    if world.is_main:
-        data = torch.frombuffer(content, dtype=torch.uint8)
-    dist.broadcast(data, src=0)
+    data = _json_bytes(value)
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, src=source)
+    if world.rank != source:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(data, src=source)
+    return _from_json_bytes(data)
+
+
+def gather_json(world: World, value: object) -> list[Any]:
+    """Every rank's `value` (JSON), on every rank, in the order of the ranks."""
+    if world.world_size == 1:
+        return [value]
+    data = _json_bytes(value)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world.world_size)]
+    dist.all_gather(lengths, torch.tensor([len(data)]))
+    longest = max(map(int, lengths))  # all pieces have one size on the wire
+    pieces = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(pieces, torch.nn.functional.pad(data, (0, longest - len(data))))
+    return [_from_json_bytes(piece[: int(length)]) for piece, length in zip(pieces, lengths, strict=True)]
+
+
+def _json_bytes(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_json_bytes(data: Tensor) -> object:
     return cast(object, json.loads(data.numpy().tobytes()))
 
 
-def decide(world: World, question: Callable[[], T]) -> T:
-    """Rank 0 answers (anything that JSON holds) and every rank gets its answer, or raises its error (ValueError)."""
-    outcome: dict[str, Any] = {}
-    if world.is_main:
-        try:
-            outcome["answer"] = question()
-        except (ValueError, OSError) as error:
-            outcome["error"] = str(error)
-            broadcast_json(outcome, world)
-            raise
-    outcome = cast(dict[str, Any], broadcast_json(outcome, world))
-    if "error" in outcome:
-        raise ValueError(outcome["error"])
+def decide(world: World, question: Callable[[], T], source: int = 0) -> T:
+    """Rank `source` answers (anything that JSON holds) and every rank gets its answer, or raises its error.
+
+    That is a ValueError or an OSError; elsewhere it names the rank, if that is not rank 0.
+    """
+    outcome, error = _ask(question) if world.rank == source else ({}, None)
+    outcome = cast(dict[str, Any], broadcast_json(outcome, world, source))
+    _raise_any([outcome | {"place": ""} if source == 0 else outcome], error)
     return cast(T, outcome["answer"])
+
+
+def gather(world: World, question: Callable[[], T]) -> list[T]:
+    """Every rank answers (anything that JSON holds) and gets all the answers, or every rank raises.
+
+    That is a ValueError or an OSError; a rank without an error of its own names all those that have one.
+    """
+    outcome, error = _ask(question)
+    outcomes = gather_json(world, outcome)
+    _raise_any(outcomes, error)
+    return [outcome["answer"] for outcome in outcomes]
+
+
+def _ask(question: Callable[[], object]) -> tuple[dict[str, Any], Exception | None]:
+    """The answer, or the error, as others get to know of it; the error itself."""
+    try:
+        return {"answer": question()}, None
+    except (ValueError, OSError) as error:
+        where = f"rank {rank()} ({socket.gethostname()}): "
+        return {"error": str(error), "place": where, "system": isinstance(error, OSError)}, error
+
+
+def _raise_any(outcomes: Sequence[Mapping[str, Any]], mine: Exception | None) -> None:
+    if mine:
+        raise mine
+    if failed := [outcome for outcome in outcomes if "error" in outcome]:
+        text = "; ".join(outcome["place"] + outcome["error"] for outcome in failed)
+        raise OSError(text) if any(outcome["system"] for outcome in failed) else ValueError(text)
+
+
+def hosts(world: World) -> list[str]:
+    """The host of each rank."""
+    return gather_json(world, socket.gethostname())
 
 
 def make_deterministic() -> None:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 FORMAT_VERSION = 1
@@ -236,9 +237,20 @@ def sha256s(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
     digest = hashlib.sha256()
     sums = []
     for prefix in ("model.", "optimizer."):
-        for name in sorted(name for name in tensors if name.startswith(prefix)):
-            tensor = tensors[name].detach().cpu().contiguous()
-            digest.update(f"{name} {_NAMES[tensor.dtype]} {list(tensor.shape)}\n".encode())
-            digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+        _feed(digest, {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)})
         sums.append(digest.copy().hexdigest())
     return sums[0], sums[1]
+
+
+def xxh3(tensors: Mapping[str, Tensor]) -> str:
+    """A fast sum of all `tensors`, for the eyes of ranks: by name, as in `sha256s`."""
+    digest = xxhash.xxh3_64()
+    _feed(digest, tensors)
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, tensors: Mapping[str, Tensor]) -> None:
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {_NAMES[tensor.dtype]} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,15 @@ class TakenOverError(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run's identity and the number of this formation of the world."""
+    """A run's identity and the number of this formation of the world.
+
+    `saved_in` is the store that it was saved in once, empty where nothing tells of one: a world that finds nothing
+    there has lost it, and may not start over.
+    """
 
     run_id: str
     generation: int
+    saved_in: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -168,39 +173,72 @@ def read_holder(store: Store) -> Holder | None:
         return None
 
 
-def open_run(out_dir: Path, store: Store, generations: Iterable[tuple[str, int]]) -> Run:
-    """Finds which run lives in `out_dir` and `store` (its snapshots), or mints a new one; the next generation.
+def look_for_runs(out_dir: Path, store: Store | None, saved: Iterable[tuple[str, int]]) -> dict[str, Any]:
+    """What `out_dir` and `store` (None: not looked into) tell of runs, as JSON for `open_run`; writes nothing.
 
-    generations: the (run id, generation) of its snapshots. Writes nothing. Raises ValueError where the two belong
-    to different runs, OSError where they cannot be read.
+    saved: the (run id, generation) of the snapshots in `store`. Raises OSError where something cannot be read.
     """
-    records, damaged, snapshots = [], [], list(generations)
+    records: list[dict[str, Any]] = []
+    damaged: list[str] = []
     for place in (LocalStore(out_dir), store):
         try:
-            records += [record] if (record := read_record(place)) else []
+            if place and (record := read_record(place)):
+                records.append({"uri": place.uri, **record})
         except ValueError as error:
-            damaged.append(error)
-    ids = {record["run_id"] for record in records} or {run_id for run_id, _ in snapshots}
-    if damaged and not ids:
-        raise damaged[0]
+            damaged.append(str(error))
+    holder = read_holder(store) if store else None
+    return {
+        "records": records,
+        "damaged": damaged,
+        "saved": sorted(set(saved)),
+        "store": store.uri if store else "",
+        "held": holder.generation if holder else 0,
+    }
+
+
+def open_run(nodes: Mapping[str, Mapping[str, Any]]) -> Run:
+    """Finds which run it is that all `nodes` tell of (`look_for_runs`, by their names), or mints one; the next
+    generation.
+
+    Raises ValueError where they tell of different runs, naming who does of which.
+    """
+    found: dict[str, list[str]] = {}  # run id -> where
+    for name, node in nodes.items():
+        for record in node["records"]:
+            found.setdefault(record["run_id"], []).append(f"{record['uri']}{name and f' of {name}'}")
+    if not found:
+        for name, node in nodes.items():
+            for run_id in sorted({run_id for run_id, _ in node["saved"]}):
+                found.setdefault(run_id, []).append(f"{node['store']}{name and f' of {name}'}")
+    damaged = [f"{name and f'{name}: '}{damage}" for name, node in nodes.items() for damage in node["damaged"]]
+    if damaged and not found:
+        raise ValueError(damaged[0])
     for damage in damaged:
         log.warning("going by what else tells of the run: %s", damage)
-    if len(ids) > 1:
-        raise ValueError(
-            f"{out_dir} and {store.uri} hold different runs ({', '.join(sorted(ids))}): give another --name, out_dir "
-            "or snapshot.uri"
+    if len(found) > 1:
+        # The fewest first: most likely they are the ones that do not belong.
+        rivals = sorted(found.items(), key=lambda item: len(item[1]))
+        told = "; ".join(
+            f"run {run_id} in {', '.join(places[:3])}{' and others' if places[3:] else ''}" for run_id, places in rivals
         )
-    run_id = ids.pop() if ids else secrets.token_hex(8)
-    known = [record["generation"] for record in records]
-    known += [generation for other, generation in snapshots if other == run_id]
-    if holder := read_holder(store):
-        known.append(holder.generation)
-    return Run(run_id, 1 + max(known, default=0))
+        raise ValueError(
+            f"there are different runs: {told}; move away what does not belong, or give another --name, out_dir or "
+            "snapshot.uri"
+        )
+    run_id = next(iter(found), secrets.token_hex(8))
+    known, saved_in = [0], ""
+    for node in nodes.values():
+        records = [record for record in node["records"] if record["run_id"] == run_id]
+        generations = [generation for other, generation in node["saved"] if other == run_id]
+        known += [node["held"], *generations, *(record["generation"] for record in records)]
+        saved_in = saved_in or next((record["saved_in"] for record in records if record["saved_in"]), "")
+        saved_in = saved_in or (node["store"] if generations else "")
+    return Run(run_id, 1 + max(known), saved_in)
 
 
 def record_run(run: Run, out_dir: Path, store: Store | None, facts: Mapping[str, object]) -> None:
     """Writes `run.json` into `store`, then into `out_dir`, which is made."""
-    content = json.dumps({"run_id": run.run_id, "generation": run.generation, **facts}, indent=1).encode()
+    content = json.dumps({**asdict(run), **facts}, indent=1).encode()
     for place in (store, LocalStore(out_dir)):
         if place:
             place.put(_RECORD, [content])
@@ -218,13 +256,11 @@ def read_record(place: Store) -> dict[str, Any] | None:
         raise ValueError(
             f"{place.uri}/{_RECORD} is damaged ({error}): restore it, or move the folder away to start over"
         ) from error
-    if (
-        not isinstance(record, dict)
-        or not isinstance(record.get("run_id"), str)
-        or type(record.get("generation")) is not int
-    ):
+    record = {"saved_in": "", **record} if isinstance(record, dict) else {}
+    kinds = {"run_id": str, "generation": int, "saved_in": str}
+    if not all(type(record.get(key)) is kind for key, kind in kinds.items()):
         raise ValueError(f"{place.uri}/{_RECORD} names no run: restore it, or move the folder away to start over")
-    return record
+    return {key: record[key] for key in kinds}
 
 
 def _machine() -> str:

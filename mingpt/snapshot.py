@@ -15,9 +15,9 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mingpt.faults import redact
 from mingpt.image import Image, decode, read_metadata, sha256s
-from mingpt.lease import Lease, Run, TakenOverError, open_run, read_record, record_run
+from mingpt.lease import Lease, Run, TakenOverError, look_for_runs, open_run, read_record, record_run
 from mingpt.model import GPT, GPTConfig
 from mingpt.remote import open_store
 from mingpt.slots import Slots
@@ -76,19 +76,23 @@ class Snapshots:
         self.run_id = run_id
         self._keep_last = keep_last
         self._keep_interval = keep_interval
-        self._found: list[Manifest] | None = None  # what `newest` chose from
+        self._found: list[Manifest] | None = None  # what `look` saw
         self._lease: Lease | None = None
+        self._record: Callable[[str], None] | None = None  # writes into run.json where the run was saved
 
     def claim(self, run: Run, out_dir: Path, facts: Mapping[str, object]) -> None:
         """Makes this process the run's one writer until `release`, and writes `run.json`.
 
-        Raises ValueError where another start of the run is alive, or was since `open_run` and `newest`; OSError where
-        it may not write.
+        Raises ValueError where another start of the run is alive, or was since `open_run` and `look`; OSError where it
+        may not write.
         """
         lease = Lease(self.store, run.generation)
         lease.wait()
-        # A new run's id is not written anywhere yet, so the generation tells; the manifests what was saved since.
-        if find_run(out_dir, self.store).generation != run.generation or self._found not in (None, self.all()):
+        now = look_around(out_dir, self.store)
+        # Not less, since other nodes may know of later formations than is written here.
+        overtaken = open_run({"": now}).generation > run.generation
+        replaced = any(record["run_id"] != run.run_id for record in now["records"])
+        if overtaken or replaced or self._found not in (None, self.all()):
             raise ValueError(f"another start of this run was faster in {self.store.uri}: start again to go on")
         try:
             lease.take()
@@ -97,6 +101,8 @@ class Snapshots:
         self._lease = lease
         self.store.remove_leftovers()
         record_run(run, out_dir, self.store, facts)
+        if run.saved_in != self.store.uri:
+            self._record = lambda uri: record_run(replace(run, saved_in=uri), out_dir, self.store, facts)
 
     def release(self) -> None:
         """Lets the next start have the run at once."""
@@ -139,6 +145,12 @@ class Snapshots:
             self.prune(manifest)
         except (OSError, ValueError) as error:
             log.warning("older snapshots are not removed: %s", error)
+        if self._record:
+            try:
+                self._record(self.store.uri)
+                self._record = None
+            except OSError as error:
+                log.warning("run.json does not tell yet that the run was saved: %s", error)
         return manifest
 
     def _check(self) -> None:
@@ -161,8 +173,8 @@ class Snapshots:
         """This run's manifests, newest first."""
         return [manifest for manifest in read_manifests(self.store) if manifest.facts["run_id"] == self.run_id]
 
-    def newest(self) -> tuple[Manifest, Image] | None:
-        """The newest snapshot whose bytes verify, or None where there is none at all; see `newest_valid`."""
+    def look(self) -> list[Manifest]:
+        """As `all`, noted for `claim`; images without a manifest are told of."""
         orphans = self._orphans()
         if orphans:
             log.warning(
@@ -171,7 +183,11 @@ class Snapshots:
                 "--snapshot.init_from=IMAGE", len(orphans), self.store.uri, max(orphans, key=_order) + _IMAGE,
             )  # fmt: skip
         self._found = self.all()
-        return newest_valid(self._found, self.store)
+        return self._found
+
+    def newest(self) -> tuple[Manifest, Image] | None:
+        """The newest snapshot whose bytes verify, or None where there is none at all; see `newest_valid`."""
+        return newest_valid(self.look(), self.store)
 
     def _orphans(self) -> list[str]:
         """The stems of images without a manifest."""
@@ -206,7 +222,13 @@ class Snapshots:
 
 def find_run(out_dir: Path, store: Store) -> Run:
     """The run that lives in `out_dir` and `store`, or a new one; see `open_run`."""
-    return open_run(out_dir, store, [(m.facts["run_id"], m.facts["generation"]) for m in read_manifests(store)])
+    return open_run({"": look_around(out_dir, store)})
+
+
+def look_around(out_dir: Path, store: Store | None) -> dict[str, Any]:
+    """What `out_dir` and `store`, its snapshots too, tell of runs; see `look_for_runs`."""
+    manifests = read_manifests(store) if store else []
+    return look_for_runs(out_dir, store, [(m.facts["run_id"], m.facts["generation"]) for m in manifests])
 
 
 class Saver:
@@ -316,16 +338,28 @@ def newest_valid(manifests: Sequence[Manifest], store: Store) -> tuple[Manifest,
     where one cannot be read: an older one in its place would lose work that may be sound.
     """
     for manifest in manifests:
-        try:
-            return manifest, read_verified(manifest)
-        except (FileNotFoundError, ValueError) as error:
-            log.warning("SNAPSHOT OF STEP %d NOT USED: %s", manifest.facts["step"], error)
-    if _stems(store, _MANIFEST):
+        if image := read_if_valid(manifest):
+            return manifest, image
+    if has_manifests(store):
         raise ValueError(
             f"there are snapshots in {store.uri}, but none is a valid one of this run: repair or restore one, or move "
             "the folder away to start over"
         )
     return None
+
+
+def has_manifests(store: Store) -> bool:
+    """Whether there are any, of whatever run and in whatever state."""
+    return bool(_stems(store, _MANIFEST))
+
+
+def read_if_valid(manifest: Manifest) -> Image | None:
+    """As `read_verified`, but None, and a loud line, where the image is not valid; OSError where it cannot be read."""
+    try:
+        return read_verified(manifest)
+    except (FileNotFoundError, ValueError) as error:
+        log.warning("SNAPSHOT OF STEP %d NOT USED: %s", manifest.facts["step"], error)
+        return None
 
 
 def read_verified(manifest: Manifest) -> Image:

@@ -29,7 +29,7 @@ from mingpt.data import Batches, Validation
 from mingpt.distributed import Control, World
 from mingpt.elastic import StopSignals
 from mingpt.grid import Grid, mix, share
-from mingpt.image import Image, encoded_size, restore_rng, rng_tensors
+from mingpt.image import Image, encoded_size, restore_rng, rng_tensors, xxh3
 from mingpt.metrics import Metrics, duration
 from mingpt.optim import SCHEDULES, learning_rate_at, make_optimizer, optimizer_tensors
 from mingpt.reduction import ExactReduction, FastReduction
@@ -561,19 +561,24 @@ class Trainer:
 
     @torch.no_grad()
     def restore(
-        self, image: Image | None, manifest: Manifest | None = None, replayed: Mapping[int, float] | None = None
+        self,
+        image: Image | None,
+        manifest: Manifest | None = None,
+        replayed: Mapping[int, float] | None = None,
+        owner: int = 0,
     ) -> None:
-        """Brings every rank to the state of rank 0's `image`, or, where that is None, to rank 0's fresh state.
+        """Brings every rank to the state of the `image` of rank `owner`, or, where that is None, to its fresh state.
 
-        `replayed` are losses by step that were logged before a restart: exact mode must see them again.
-        Raises ValueError, on every rank, where the image's tensors are not this trainer's.
+        The other ranks' `image` is not looked at. `replayed` are losses by step that were logged before a restart:
+        exact mode must see them again. Raises ValueError, on every rank, where the image's tensors are not this
+        trainer's, ConnectionError where a rank does not end up with the same state.
         """
         live = self._tensors()
-        state = distributed.decide(self.world, lambda: self._position_in(image, live))
+        state = distributed.decide(self.world, lambda: self._position_in(image, live), owner)
         for name, tensor in live.items():
-            if image is not None and name in image.tensors:
+            if self.world.rank == owner and image is not None and name in image.tensors:
                 tensor.copy_(image.tensors[name])
-            distributed.broadcast(tensor, self.world)  # tensor by tensor: no rank holds a second copy of the state
+            distributed.broadcast(tensor, self.world, owner)  # one by one: no rank holds a second copy of the state
         restore_rng(live, self.world.device)
         if state is not None:
             self.step = state["step"]
@@ -583,9 +588,21 @@ class Trainer:
             if state["scaler"] and self.scaler.is_enabled():
                 self.scaler.load_state_dict(state["scaler"])
         self._skips_told = int(self._skips)
+        self._check_alike(owner)
         self._restored = True
         self.last_manifest = manifest
         self._replayed = dict(replayed or {})
+
+    def _check_alike(self, owner: int) -> None:
+        """Before the first step: ranks that differed would train on silently, each from its own state."""
+        states = distributed.gather_json(self.world, f"step {self.step}, state {xxh3(self._tensors())}")
+        hosts = distributed.hosts(self.world)
+        strange = [f"rank {r} ({hosts[r]}) {state}" for r, state in enumerate(states) if state != states[owner]]
+        if strange:
+            raise ConnectionError(
+                f"not all ranks have the state that rank {owner} ({hosts[owner]}) sent, {states[owner]}: "
+                f"{'; '.join(strange)}; look at the memory and the network of these hosts, and start again"
+            )
 
     @staticmethod
     def _position_in(image: Image | None, live: Mapping[str, Tensor]) -> dict[str, Any] | None:

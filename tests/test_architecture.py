@@ -30,7 +30,7 @@ IMPORTS: dict[str, set[str]] = {
     "resume": set(),
     "slots": {"image"},
     "snapshot": {"faults", "storage", "remote", "image", "slots", "lease", "model", "tokenizer"},
-    "elastic": set(),
+    "elastic": {"distributed", "image", "lease", "slots", "snapshot", "storage"},
     "metrics": set(),
     "trainer": {
         "data", "grid", "tokens", "optim", "distributed", "reduction", "image", "slots", "snapshot", "elastic",
