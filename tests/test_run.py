@@ -295,7 +295,18 @@ def test_unreadable_snapshots_are_not_a_fresh_start(runs: Runs) -> None:
     assert "none is a valid one" in output
     assert "NOT USED" in output
     shutil.rmtree(folder)
+    lost = refused(runs, "--train.max_steps=20")
+    assert "was saved in runs/small/snapshots, but no image of it is in runs/small/snapshots" in lost
+    assert "--name=NEW" in lost
+    shutil.rmtree(runs.folder / "runs/small")
     assert "starting at step 0" in runs("--train.max_steps=12")
+
+
+def test_a_run_that_was_killed_before_its_first_snapshot_starts_over(runs: Runs) -> None:
+    kill_at(runs.start("--snapshot.save_interval=0", "--train.eval_interval=0"), 3)
+    output = runs("--snapshot.save_interval=0", "--train.eval_interval=0", "--train.max_steps=12")
+    assert "ended before its first snapshot: starting over at step 0" in output
+    assert "generation 2" in output
 
 
 def test_snapshots_elsewhere_are_named_where_they_are(runs: Runs) -> None:
