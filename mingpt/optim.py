@@ -1,9 +1,11 @@
 """The optimizer: which parameters decay, AdamW with its state made at once, and the learning rate at a step."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
@@ -38,6 +40,52 @@ def learning_rate_at(
     return min_lr + (learning_rate - min_lr) * remaining
 
 
+class AdamW:
+    """Fused AdamW (Loshchilov and Hutter 2019): torch's own function, with what `torch.amp.GradScaler` asks of one.
+
+    Not torch's class of that name: making one imports torch._dynamo, up to three seconds of every start. The moments
+    are made here and not in the first update, so that a state has the same tensors at every step, also before the first.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+        self.param_groups = [{"lr": lr, **group} for group in groups]
+        self.found_inf: Tensor | None = None  # 1.0: the next update changes nothing; the fused kernels look at it
+        self.state = {
+            p: {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+            }
+            for group in groups
+            for p in group["params"]
+        }
+        self._betas = betas
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            live = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in live]
+            adamw(
+                live,
+                [p.grad for p in live],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                found_inf=self.found_inf,
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=1e-8,
+                maximize=False,
+            )
+
+
 def make_optimizer(
     model: nn.Module,
     *,
@@ -45,29 +93,17 @@ def make_optimizer(
     weight_decay: float = 0.1,
     beta1: float = 0.9,
     beta2: float = 0.99,
-) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov and Hutter 2019); matrices and embeddings decay, biases and norms do not.
-
-    Call it after the model is on its device. The moments are made here and not in the first update, so that a state
-    has the same tensors at every step, also before the first.
-    """
+) -> AdamW:
+    """AdamW of which matrices and embeddings decay, biases and norms do not; once the model is on its device."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), fused=True)
-    for p in parameters:
-        optimizer.state[p] = {
-            "step": torch.zeros((), dtype=torch.float32, device=p.device),
-            "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
-        }
-    return optimizer
+    return AdamW([group for group in groups if group["params"]], learning_rate, (beta1, beta2))
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
     """The optimizer's live tensors by `<parameter name>.<state name>`; writing into them restores a state."""
     return {
         f"{name}.{key}": value

@@ -143,7 +143,7 @@ class Trainer:
         if val_tokens is not None and len(val_tokens):
             check_tokens(val_tokens, "val_tokens")
             self.validation = Validation(val_tokens, block_size, micro_batch_size, eval_sequences)
-        self.optimizer = make_optimizer(
+        self.optimizer: Any = make_optimizer(
             self.model, learning_rate=learning_rate, weight_decay=weight_decay, beta1=beta1, beta2=beta2
         )
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=dtype == torch.float16)
@@ -316,7 +316,7 @@ class Trainer:
         """Lets an update with a non-finite gradient change nothing, without waiting for the device to know of it."""
         bad = ~torch.isfinite(self._grad_norm)
         if not self.scaler.is_enabled():  # a GradScaler does this itself
-            self.optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # the fused kernels skip where it is 1
+            self.optimizer.found_inf = bad.float()  # the fused kernels skip where it is 1
         self._bad_in_a_row = (self._bad_in_a_row + 1) * bad
         place = self._skips % SKIPS_LISTED
         self._skipped.index_copy_(0, place, torch.where(bad, self.step, self._skipped[place]))
