@@ -2,6 +2,7 @@
 
     python train_gpt.py [CONFIG.yaml] [--section.field=value ...]
     torchrun --standalone --nproc_per_node=4 train_gpt.py [CONFIG.yaml] [--section.field=value ...]
+    python -m mingpt.launch --nnodes=1:4 --nproc-per-node=4 --rdzv-endpoint=HOST:PORT train_gpt.py [...]
 
 Exit codes: 0 done; 1 failure; 2 wrong use; 75 stopped on request with everything kept (start again to go on).
 """
@@ -10,6 +11,7 @@ from mingpt import distributed  # first: it does what cannot wait until torch is
 
 # isort: split
 import hashlib
+import json
 import logging
 import shlex
 import sys
@@ -24,19 +26,21 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import mingpt
-from mingpt import elastic, metrics, slots, snapshot, storage
+from mingpt import election, metrics, slots, snapshot, storage
 from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
 from mingpt.corpus import open_corpus
 from mingpt.data import Validation
-from mingpt.distributed import World
-from mingpt.elastic import STOP_EXIT_CODE, Found, StopSignals
+from mingpt.distributed import Beat, UnlikeError, World
+from mingpt.elastic import STOP_EXIT_CODE, Notes, StopSignals
+from mingpt.election import Found
 from mingpt.faults import redact
 from mingpt.grid import Grid, mix, share
-from mingpt.lease import Run, TakenOverError, record_run
+from mingpt.lease import BEAT_SECONDS, Run, TakenOverError, read_holder, record_run
 from mingpt.model import GPT, GPTConfig, check_causal
 from mingpt.remote import open_store
 from mingpt.resume import CURE, changes_on_resume
 from mingpt.snapshot import Manifest, Snapshots
+from mingpt.storage import Store
 from mingpt.tokenizer import CharTokenizer, tokenizer_from_dict
 from mingpt.tokens import TokenFile
 from mingpt.trainer import Trainer
@@ -48,12 +52,16 @@ SAMPLE_TOKENS = 300
 
 
 @record  # under torchrun the first failing rank's own message ends its report
-def train(argv: Sequence[str]) -> int:
-    """One run, from its description to its last snapshot; returns the exit code."""
+def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
+    """One run, from its description to its last snapshot; returns the exit code.
+
+    `preflight` ends it before the ranks meet; `notes` are for the launcher.
+    """
     config = load_config(argv, DEFAULT_CONFIG, distributed.device_type)
     world = distributed.locate(config.device)
-    for warning in warnings(config) if world.is_main else ():
-        log.warning("warning: %s", warning)
+    for warning in [*(f"warning: {it}" for it in warnings(config)), *distributed.launch_warnings()]:
+        if world.is_main:
+            log.warning("%s", warning)
 
     # What the run is: derived by every rank for itself, the same on all, and checked to be.
     exact = config.train.reduction == "exact"
@@ -68,7 +76,6 @@ def train(argv: Sequence[str]) -> int:
         n_train, config.model.block_size, config.train.global_batch_size, config.train.micro_batch_size, config.seed
     )
     max_steps = config.train.max_steps or grid.steps(config.train.max_epochs or 1)
-    distributed.seed_process(mix(config.seed))
     shape = GPTConfig(
         vocab_size=corpus.tokenizer.vocab_size,
         block_size=config.model.block_size,
@@ -78,8 +85,6 @@ def train(argv: Sequence[str]) -> int:
         activation_checkpointing=config.model.activation_checkpointing,
     )
     check_size(shape, grid, max_steps, world)
-    model = GPT(shape).to(world.device)
-    self_check(model, grid, corpus.tokens[n_train:], max_steps, config)
     # As it is written down, and compared with what was: no password of a URI goes into any file.
     description = {key: redact(value) if isinstance(value, str) else value for key, value in flatten(config).items()}
     description |= {f"model.{key}": value for key, value in config.model.shape.items()}
@@ -90,11 +95,18 @@ def train(argv: Sequence[str]) -> int:
         "data.fingerprint": digest(corpus.fingerprint, n_train),
     }
     hardware = distributed.hardware(world.device)
-    connect(world, config, description, hardware)
+    if preflight:
+        check_newcomer(config, description)
+        return 0
+    distributed.seed_process(mix(config.seed))
+    model = GPT(shape).to(world.device)
+    self_check(model, grid, corpus.tokens[n_train:], max_steps, config)
+    beat = connect(world, config, description, hardware)
+    notes.mark("connected")
     trainer: Trainer | None = None
     snapshots: Snapshots | None = None
     try:
-        with StopSignals() as signals:
+        with StopSignals(config.elastic.grace_seconds, notes) as signals:
             # Which run it continues, and from where: every node tells what it knows and has.
             ram_dir = slots.folder(config.elastic.ram_image, config.elastic.ram_dir)
             run, snapshots = open_run(world, config, ram_dir)
@@ -152,11 +164,12 @@ def train(argv: Sequence[str]) -> int:
             replayed = {} if start["changes"] else losses_after(start["step"], config) if world.is_main else {}
             image, manifest, owner = (found.image, found.manifest, found.holding.rank) if found else (None, None, 0)
             trainer.restore(image, manifest, replayed, owner)
+            notes.mark("restored")
             found = image = None  # else the file stays mapped, and on disk, until the run ends
             book.event("start", start["step"], world_size=world.world_size, run_id=run.run_id, changes=start["changes"])
             if world.is_main:
                 show_start(config, world, run, trainer, corpus, dtype, threads, start["changes"])
-            trainer.fit(signals)
+            trainer.fit(signals, notes)
             distributed.barrier(world)  # the run ends together, after the last manifest
             book.event("stop" if trainer.stopped else "end", trainer.step)
             if trainer.stopped:
@@ -164,33 +177,97 @@ def train(argv: Sequence[str]) -> int:
             if trainer.last_manifest:
                 show_result(config, trainer.last_manifest)
             return STOP_EXIT_CODE if trainer.stopped else 0
+    except RuntimeError:
+        if beat and beat.is_lost():  # which has said so
+            return 1
+        raise
     finally:
         if trainer:
             trainer.close()
         if snapshots:
             snapshots.release()
+        if beat:
+            beat.close()
         distributed.leave()
+        notes.mark("left")
 
 
-def connect(world: World, config: Config, description: dict[str, Any], hardware: str) -> None:
+def connect(world: World, config: Config, description: dict[str, Any], hardware: str) -> Beat | None:
     """Makes the process group, once all ranks have shown that they are about to do the same."""
-    hello = {
-        **description,
-        "mingpt": f"{mingpt.__version__}, code {code_fingerprint()}",
-        "torch": torch.__version__,
-        "device": world.device.type,
-    }
+    hello = {**description, **versions(), "device": world.device.type}
     if config.train.reduction == "exact":
         hello["hardware (which exact reduction needs equal)"] = hardware
     else:
         del hello["train.num_threads"]
-    distributed.connect(world, hello, config.elastic.timeout_seconds)
+    try:
+        return distributed.connect(world, hello, config.elastic.timeout_seconds)
+    except UnlikeError as error:
+        # Whoever is not as the run was begun is the one to go; the others form the world without it.
+        if newcomer_problem(config, description) is None and recorded(config) is not None:
+            raise ConnectionError(f"{error}; this rank is as the run's run.json says and goes on without") from error
+        raise
+
+
+def versions() -> dict[str, str]:
+    """Of what computes: equal on all ranks."""
+    return {"mingpt": f"{mingpt.__version__}, code {code_fingerprint()}", "torch": torch.__version__}
+
+
+def recorded(config: Config) -> dict[str, Any] | None:
+    """The run's run.json, of this node's run folder or of the snapshots' store; None where there is none yet."""
+    for store in (storage.LocalStore(config.run_dir), open_store(config.snapshot_uri)):
+        try:
+            record = json.loads(store.read("run.json"))
+        except (FileNotFoundError, ValueError):  # a damaged one is told of where it is needed
+            continue
+        if isinstance(record, dict):
+            return record
+    return None
+
+
+def newcomer_problem(config: Config, description: dict[str, Any]) -> str | None:
+    """In what this start is not as the run was when it was started last; None where it is, or where there is no run."""
+    record = recorded(config) or {}
+    theirs, ours = {**record.get("config", {}), **record.get("versions", {})}, {**description, **versions()}
+    if config.train.reduction != "exact":
+        ours.pop("train.num_threads")
+    different = [f"{key} is {theirs[key]} there and {ours[key]} here" for key in ours if theirs.get(key) != ours[key]]
+    return "; ".join(different) if record.get("config") and different else None
+
+
+def check_newcomer(config: Config, description: dict[str, Any]) -> None:
+    """Before the ranks are met: raises ValueError or OSError for a start that would be of no use to them.
+
+    A run that stands may be gone on with by other versions and operational settings, one that is alive may not.
+    """
+    store = open_store(config.snapshot_uri)
+    store.names()
+    record = recorded(config)
+    if record is None:
+        return
+    changes_on_resume(record.get("config", {}), description, config.snapshot.resume)
+    problem = newcomer_problem(config, description)
+    if problem and is_alive(store):
+        raise ValueError(f"the run {config.name} is being trained, and this start is not like it: {problem}")
+
+
+def is_alive(store: Store) -> bool:
+    """Whether the run's lease is being renewed."""
+    first = read_holder(store)
+    for _ in range(round(2 * BEAT_SECONDS / 0.25)):
+        now = read_holder(store)
+        if now is None or now.is_gone():
+            return False
+        if now != first:
+            return True
+        time.sleep(0.25)
+    return False
 
 
 def open_run(world: World, config: Config, ram_dir: Path | None) -> tuple[Run, Snapshots]:
     """The run that all nodes know of, or a new one, and its snapshots in the store that this world writes into."""
     store = open_store(config.snapshot_uri)
-    run = elastic.agree_on_run(world, config.run_dir, store, ram_dir)
+    run = election.agree_on_run(world, config.run_dir, store, ram_dir)
     return run, Snapshots(store, run.run_id, config.snapshot.keep_last, config.snapshot.keep_interval)
 
 
@@ -210,7 +287,7 @@ def find_start(
     A new run takes the weights of `snapshot.init_from`. Raises ValueError, on every rank, where the description is not
     the run's, or where the run was saved once and nothing of it is left.
     """
-    found = elastic.find_newest(world, snapshots, ram_dir)
+    found = election.find_newest(world, snapshots, ram_dir)
 
     def judge() -> dict[str, Any]:
         if found is None:
@@ -282,11 +359,12 @@ def open_books(
 ) -> metrics.Metrics:
     """Makes the run's folders and files; its metrics. Fails here and not at the first save where it may not write."""
     out_dir = config.run_dir
+    facts = {"name": config.name, "config": description, "versions": versions()}
 
     def write() -> None:
         try:
             snapshots.store.probe()
-            snapshots.claim(run, out_dir, {"name": config.name, "config": description})
+            snapshots.claim(run, out_dir, facts)
             storage.remove_leftovers(out_dir)
             storage.replace_file(out_dir / "config.yaml", [redact(to_yaml(config)).encode()])
         except OSError as error:
@@ -299,7 +377,7 @@ def open_books(
 
     def note() -> None:
         if world.heads_node and not world.is_main:
-            record_run(run, out_dir, None, {"name": config.name, "config": description})
+            record_run(run, out_dir, None, facts)
 
     distributed.gather(world, note)  # on every node, which may be another run's first rank next time
     return metrics.Metrics(out_dir / "metrics.jsonl" if world.is_main else None, run.generation)
@@ -429,7 +507,7 @@ def report(error: Exception, rank: int) -> int:
 
     Rank 0 speaks for all; another rank only where rank 0 did not end the run by then.
     """
-    if rank:
+    if rank and not isinstance(error, ConnectionError):
         time.sleep(3)
     problems = error.problems if isinstance(error, ConfigError) else [" ".join(told(error).split())]
     for problem in problems:
@@ -452,12 +530,28 @@ def is_meant(error: Exception) -> bool:
 def main() -> int:
     rank = distributed.rank()
     metrics.open_console(rank)
+    notes = Notes(distributed.launch_folder(), distributed.restart_count())
+    argv = [word for word in sys.argv[1:] if word != "--preflight"]
+    preflight = len(argv) < len(sys.argv) - 1
+    if distributed.locate("cpu").local_rank == 0 and not preflight:
+        notes.began(distributed.STARTED)
     try:
-        return train(sys.argv[1:]) or 0
+        return train(argv, notes, preflight) or 0
     except (ValueError, OSError, ArithmeticError, TakenOverError) as error:
         if not is_meant(error):
+            notes.fail(rank, 1, f"{type(error).__name__}: {error}")
             raise
-        return report(error, rank)
+        code = report(error, rank)
+        if preflight or code == 2:
+            notes.reject(code, " ".join(told(error).split()))
+        elif not isinstance(error, ConnectionError):
+            notes.fail(rank, code, " ".join(told(error).split()))
+        if code == 2 and not preflight:
+            distributed.end_agent()
+        return code
+    except Exception as error:
+        notes.fail(rank, 1, f"{type(error).__name__}: {error}")
+        raise
     except KeyboardInterrupt:  # before the training, which takes it for a wish to stop
         return 130
 

@@ -128,7 +128,8 @@ class ElasticSection:
 
     ram_image: Literal["auto", "off"] = "auto"  # auto = the state in memory as often as it costs little; off = never
     ram_dir: Text | None = None  # folder of the images in memory; null = /dev/shm, where there is one
-    timeout_seconds: Positive = 1800.0  # longest wait for another worker in a collective, in seconds
+    timeout_seconds: Positive = 60.0  # longest time without a sign of life of another worker, in seconds
+    grace_seconds: Positive = 20.0  # longest time for the step in flight after a signal to stop, in seconds
 
 
 @dataclass(frozen=True)

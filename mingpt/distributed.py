@@ -7,6 +7,9 @@ import ctypes
 import os
 import signal
 import sys
+import time
+
+STARTED = time.time()  # before torch is loaded
 
 
 def die_with_parent() -> None:
@@ -27,14 +30,16 @@ die_with_parent()
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import json
+import logging
 import platform
 import random
 import secrets
 import socket
-import time
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -48,7 +53,15 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+_BEAT_SECONDS = 1.0
+# The longest work of one rank that others wait for in a collective: a download, a first compile. Whether the ranks live
+# is the beat's to see.
+_LONGEST_WORK = timedelta(minutes=30)
+_START_PATIENCE = 10  # times the time-out: one host may have a text to prepare, or no core to spare
 
 
 @dataclass(frozen=True)
@@ -177,24 +190,29 @@ def set_threads(num_threads: int, world: World) -> int:
     return num_threads
 
 
-def connect(world: World, hello: Mapping[str, object], timeout_seconds: float) -> None:
-    """Makes the process group, after all ranks have shown that they describe the same run.
+class UnlikeError(ValueError):
+    """The ranks do not describe the same run."""
+
+
+def connect(world: World, hello: Mapping[str, object], timeout_seconds: float) -> "Beat | None":
+    """Makes the process group, after all ranks have shown that they describe the same run; its beat (None: no others).
 
     `hello` is compared through the store first, since ranks that differ in device would hang in their first
-    collective. Raises ValueError, the same text on every rank, that names each difference; ConnectionError where the
-    others do not come in time.
+    collective. Raises UnlikeError, the same text on every rank, that names each difference; ConnectionError where the
+    others do not come in time, ten times `timeout_seconds`.
     """
     if world.world_size == 1:
-        return
+        return None
     try:
-        _connect(world, hello, timedelta(seconds=timeout_seconds))
+        _connect(world, hello, timedelta(seconds=timeout_seconds * _START_PATIENCE))
     except dist.DistError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = (str(error).splitlines() or [""])[0]
         raise ConnectionError(
             f"rank {world.rank} of {world.world_size} did not meet the others at {place} ({reason}): are all of them "
-            "started, with the same address? elastic.timeout_seconds sets how long to wait"
+            "started, with the same address? elastic.timeout_seconds sets how long to wait (ten times that)"
         ) from error
+    return Beat(world, timeout_seconds)
 
 
 def _connect(world: World, hello: Mapping[str, object], timeout: timedelta) -> None:
@@ -216,14 +234,14 @@ def _connect(world: World, hello: Mapping[str, object], timeout: timedelta) -> N
         store.set("verdict", "; ".join(problems))
     verdict = store.get("verdict").decode()
     if verdict:
-        raise ValueError(f"the ranks do not describe the same run: {verdict}; start all of them alike")
+        raise UnlikeError(f"the ranks do not describe the same run: {verdict}; start all of them alike")
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
         store=PrefixStore("group", store),
         rank=world.rank,
         world_size=world.world_size,
-        timeout=timeout,
+        timeout=max(timeout, _LONGEST_WORK),
         device_id=world.device if world.device.type == "cuda" else None,
     )
 
@@ -250,6 +268,57 @@ def _formation(world: World, store: Store, timeout: timedelta) -> str:
             return f"mingpt/{mine}"
         time.sleep(0.02)
     raise dist.DistStoreError("not all ranks arrived in time")
+
+
+class Beat:
+    """A tiny all-reduce every second, in a thread and a group of its own: whether all ranks are there.
+
+    It goes on in a long evaluation, a first compile or a download, so its time-out can be short where those of the
+    collectives cannot. One that fails means that a process has ended, was stopped, or cannot be reached: the others
+    could only wait for it, so this process ends too, with code 1, that its agent may form the world anew.
+    """
+
+    def __init__(self, world: World, timeout_seconds: float) -> None:
+        self._world = world
+        self._timeout = timeout_seconds
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self._leaving = threading.Event()
+        self._lost = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+        self._thread.start()
+
+    def is_lost(self) -> bool:
+        """Whether a rank is gone; for who has seen a collective fail, and wants to know why."""
+        return self._lost.wait(3 * _BEAT_SECONDS)
+
+    def close(self) -> None:
+        """Ends it, together with the other ranks' where they come to this within a few seconds."""
+        self._leaving.set()
+        self._thread.join(3 * _BEAT_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            leaving = 0
+            while leaving < self._world.world_size:
+                flag = torch.tensor([int(self._leaving.is_set())])
+                dist.all_reduce(flag, group=self._group)
+                leaving = int(flag)
+                self._leaving.wait(0.01 if leaving else _BEAT_SECONDS)
+                if leaving and leaving < self._world.world_size:
+                    time.sleep(0.01)
+        except RuntimeError as error:
+            self._lost.set()
+            if self._leaving.is_set():  # the others are gone already
+                return
+            reason = " ".join(str(error).split())
+            log.warning(
+                "error: rank %d of %d: another worker has ended, or gave no sign of life for "
+                "elastic.timeout_seconds=%g (%s): leaving, so that the world forms anew without it",
+                self._world.rank, self._world.world_size, self._timeout, reason[:200],
+            )  # fmt: skip
+            self._leaving.wait(_BEAT_SECONDS)  # the main thread gives back what it holds, if it still can
+            time.sleep(0.2)
+            os._exit(1)
 
 
 def leave() -> None:
@@ -407,6 +476,52 @@ def describe(world: World) -> str:
     endpoint = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     here = f"{world.world_size} ranks, {world.local_world_size} of them on this host"
     return f"{here}, restart {restart}, endpoint {endpoint}"
+
+
+def restart_count() -> int:
+    """How often this worker's agent has restarted its workers."""
+    return _number("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def launch_folder() -> Path | None:
+    """The folder of `mingpt.launch` for notes between it and its workers; None where it did not start us."""
+    folder = os.environ.get("MINGPT_LAUNCH")
+    return Path(folder) if folder else None
+
+
+def end_agent() -> None:
+    """Ends torchrun's agent of this node, where it would only start this worker again."""
+    if _number("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def launch_warnings() -> list[str]:
+    """One line, with the cure, where settings of torchrun will hurt as soon as a node comes or goes. On Linux."""
+    agent = Path(f"/proc/{os.getppid()}/cmdline")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or launch_folder() or not agent.exists():
+        return []
+    nodes = _option(agent.read_bytes().decode(errors="replace").split("\0"), "--nnodes")
+    least, _, most = (nodes or "1").partition(":")
+    if not most or least == most:
+        return []
+    wrong = []
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        wrong.append("a node that joins hangs the job, as TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is not set on each")
+    if _number("TORCHELASTIC_MAX_RESTARTS", 0) == 0:
+        wrong.append("one lost worker ends it, as --max-restarts is 0")
+    if not _option(agent.read_bytes().decode(errors="replace").split("\0"), "--rdzv-endpoint"):
+        wrong.append("other hosts train in a world of their own, as --rdzv-endpoint is not given")
+    cure = f"take python -m mingpt.launch --nnodes={nodes} --rdzv-endpoint=HOST:PORT in place of torchrun"
+    return [f"warning: --nnodes={nodes} will not do what it says: {', and '.join(wrong)}; {cure}"] if wrong else []
+
+
+def _option(words: Sequence[str], name: str) -> str:
+    """The value of a command line's option, by its name with hyphens; empty where it is not given."""
+    for i, word in enumerate(words):
+        key, equals, value = word.partition("=")
+        if key.replace("_", "-") == name:
+            return value if equals else "".join(words[i + 1 : i + 2])
+    return ""
 
 
 def _number(name: str, default: int) -> int:

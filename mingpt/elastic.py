@@ -1,24 +1,18 @@
-"""Leaving and beginning together: signals become a wish that all ranks act on after the same step, and a world that
-forms agrees on the run and on the newest image of it, wherever that lies.
-"""
+"""Leaving together: signals become a wish that all ranks act on after the same step; what workers and launcher tell."""
 
+import json
 import logging
+import math
 import os
+import select
 import signal
+import socket
+import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
-
-from mingpt import distributed, slots
-from mingpt.distributed import World
-from mingpt.image import Image
-from mingpt.lease import Run, open_run
-from mingpt.snapshot import Manifest, Snapshots, has_manifests, look_around, read_if_valid
-from mingpt.storage import LocalStore, Store
 
 log = logging.getLogger(__name__)
 
@@ -31,160 +25,173 @@ class StopSignals:
 
     SIGHUP (the terminal is gone) not where it is ignored already, as under nohup.
 
-    A second SIGINT, more than two seconds after the first signal, leaves at once with code 130.
+    A second SIGINT, more than two seconds after the first signal, leaves at once with code 130. Where the training has
+    not come to `settle` within `grace_seconds` of the wish, its step is abandoned and the process leaves: an agent
+    kills it soon after anyway. A thread sees to both, since no Python handler runs inside a collective or a backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_seconds: float = math.inf, notes: "Notes | None" = None) -> None:
         self.wanted = False
-        self._since = 0.0
+        self._grace_seconds = grace_seconds
+        self._notes = notes
+        self._since = math.inf
+        self._settled = False
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
         numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.add(signal.SIGHUP)
+        self._ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        self._theirs = theirs
+        self._before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         for number in numbers:
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._handle)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._before)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        self._theirs.close()  # the thread reads the end
+        self._thread.join()
+        self._ours.close()
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def settle(self) -> None:
+        """All ranks have agreed to stop here: what is left is to keep the state, however long that takes."""
+        self._settled = True
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self._note(number)
+
+    def _listen(self) -> None:
+        while True:
+            overdue = math.inf if self._settled else self._since + self._grace_seconds
+            wait = min(1.0, max(0.0, overdue - time.monotonic())) if self.wanted else None
+            if select.select([self._ours], [], [], wait)[0]:
+                numbers = self._ours.recv(64)
+                if not numbers:
+                    return
+                for number in set(numbers) & self._previous.keys():
+                    self._note(number)
+            elif time.monotonic() >= overdue and not self._settled:
+                log.warning(
+                    "the step in flight takes longer than elastic.grace_seconds=%g after the wish to stop: it is "
+                    "abandoned, and what was kept last stands", self._grace_seconds,
+                )  # fmt: skip
+                os._exit(STOP_EXIT_CODE)
+
+    def _note(self, number: int) -> None:
         now = time.monotonic()
         if self.wanted and number == signal.SIGINT and now - self._since > _SAME_WISH_SECONDS:
             os._exit(130)
         if not self.wanted:
-            self._since = now
-        self.wanted = True
+            self._since, self.wanted = now, True
+            if self._notes:
+                self._notes.mark("noticed")
 
 
-# The run, and the image to go on from
+class Notes:
+    """What the workers of a node and their launcher tell each other, in small files of a folder that is the launcher's.
 
-
-@dataclass(frozen=True)
-class Holding:
-    """An image that `rank` could give to all: the snapshot at `uri`, or the one in memory where that is empty."""
-
-    generation: int
-    step: int
-    rank: int
-    host: str
-    uri: str = ""
-
-    @property
-    def order(self) -> tuple[int, int, bool, int, str]:
-        """The newest is the greatest; of equals one in memory, which costs no reading, then the lowest rank's."""
-        return self.generation, self.step, not self.uri, -self.rank, self.uri
-
-    def __str__(self) -> str:
-        place = f" of rank {self.rank} ({self.host})"
-        return (self.uri or "the image in memory") + ("" if self.uri and not self.rank else place)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The image that all go on from: `metadata` on every rank, the rest of it on its holder alone."""
-
-    holding: Holding
-    metadata: dict[str, Any]
-    image: Image | None
-    manifest: Manifest | None
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it is durable in the store that this world writes into, rank 0's."""
-        return self.holding.rank == 0 and bool(self.holding.uri)
-
-
-def newest_first(holdings: Iterable[Holding]) -> list[Holding]:
-    """In the order in which they are tried: the first one that is valid wins."""
-    return sorted(holdings, key=lambda holding: holding.order, reverse=True)
-
-
-def left_behind(winner: Holding, holdings: Iterable[Holding]) -> list[Holding]:
-    """The furthest one of each rank that got further than the winner, but in an older formation of the world."""
-    further = [it for it in holdings if it.step > winner.step and it.generation < winner.generation]
-    furthest = {it.rank: it for it in sorted(further, key=lambda it: it.step)}
-    return [furthest[rank] for rank in sorted(furthest)]
-
-
-def agree_on_run(world: World, out_dir: Path, store: Store, ram_dir: Path | None) -> Run:
-    """The run that all nodes know of, each by its `out_dir` and what else it has, or a new one; its next generation.
-
-    Raises ValueError or OSError, on every rank, where nodes know of different runs or one cannot look.
+    Without a folder (under plain torchrun) nothing is told. `restart` counts the agent's restarts. The launcher reads
+    `failures`, which end in a crash loop, and `verdict`; the workers read whether the launcher `is_stopping`, and when
+    things happened before they were started.
     """
 
-    def look() -> dict[str, Any] | None:
-        return look_around(out_dir, store if _sees(world, store) else None) if world.heads_node else None
+    def __init__(self, folder: Path | None, restart: int = 0) -> None:
+        self._folder = folder
+        self._restart = restart
 
-    nodes = {
-        f"rank {rank} ({host})" if world.world_size > 1 else "": node
-        for rank, (host, node) in enumerate(zip(distributed.hosts(world), distributed.gather(world, look), strict=True))
-        if node
-    }
-    run = Run(**distributed.decide(world, lambda: asdict(open_run(nodes))))
-    known = slots.known_generation(ram_dir, run.run_id) if world.heads_node else 0
-    return replace(run, generation=max(run.generation, 1 + max(distributed.gather_json(world, known))))
+    def mark(self, what: str, **facts: object) -> None:
+        """Notes that `what` happened now."""
+        self._append("times", {"what": what, "time": time.time(), **facts})
 
+    def fail(self, rank: int, code: int, message: str) -> None:
+        """This worker fails, by no fault of another."""
+        self._append("failures", {"restart": self._restart, "rank": rank, "code": code, "message": message})
 
-def find_newest(world: World, snapshots: Snapshots, ram_dir: Path | None) -> Found | None:
-    """The newest valid image that any node has; None where there is none at all.
+    def reject(self, code: int, message: str) -> None:
+        """This node cannot take part, and trying again would change nothing."""
+        self._append("verdict", {"code": code, "message": message})
 
-    One rank reads it; where that one finds it damaged, the next newest is tried. Raises, on every rank, ValueError
-    where there are snapshots but nothing is valid, OSError where one cannot be read: an older one in its place would
-    lose work that may be sound.
-    """
-    sources: dict[str, Callable[[], Image | None]] = {}  # of this rank's, by URI
-    manifests: dict[str, Manifest] = {}
+    def step(self) -> None:
+        """A step is done: when the training was alive for the last time, should it end here."""
+        if self._folder:
+            (self._folder / "alive").touch()
 
-    def look() -> dict[str, Any]:
-        held: list[tuple[int, int, str]] = []
-        if world.heads_node and (newest := slots.newest_image(ram_dir, snapshots.run_id)):
-            order, image = newest
-            held.append((*order, ""))
-            sources[""] = lambda: image
-        if sees := _sees(world, snapshots.store):
-            for manifest in snapshots.look():
-                held.append((*manifest.order, manifest.image_uri))
-                manifests[manifest.image_uri] = manifest
-                sources[manifest.image_uri] = partial(read_if_valid, manifest)
-        return {"held": held, "snapshots": sees and has_manifests(snapshots.store)}
+    def stepped(self) -> dict[str, float]:
+        """The first step of this formation is done. The seconds since the last one of the formation before, in parts.
 
-    hosts, reports = distributed.hosts(world), distributed.gather(world, look)
-    holdings = [
-        Holding(generation, step, rank, hosts[rank], uri)
-        for rank, report in enumerate(reports)
-        for generation, step, uri in report["held"]
-    ]
-    for holding in newest_first(holdings):
-        opened: list[Image] = []
-        read = partial(_open, sources.get(holding.uri), opened)
-        if metadata := distributed.decide(world, read, holding.rank):
-            for other in left_behind(holding, holdings) if world.is_main else ():
-                log.warning(
-                    "NOT USED: %s, of step %d but of generation %d: generation %d went on without it, to step %d",
-                    other, other.step, other.generation, holding.generation, holding.step,
-                )  # fmt: skip
-            return Found(holding, metadata, opened[0] if opened else None, manifests.get(holding.uri))
-    there = [f"rank {rank} ({hosts[rank]})" for rank, report in enumerate(reports) if report["snapshots"]]
-    if there:
-        raise ValueError(
-            f"there are snapshots in {snapshots.store.uri} of {', '.join(there)}, but none is a valid one of this run, "
-            "and no node has it in memory: repair or restore one, or start another run by --name=NEW"
-        )
-    return None
+        Empty where there was none before, or nothing is known of it.
+        """
+        if self._folder is None:
+            return {}
+        times: dict[str, float] = {}
+        for entry in self._read("times"):
+            # Of those who noticed the first; everything else ends when the last one did it.
+            times[entry["what"]] = times.get("noticed", entry["time"]) if entry["what"] == "noticed" else entry["time"]
+        for name in ("times", "failures"):
+            (self._folder / name).unlink(missing_ok=True)
+        end = time.time()
+        if "before" not in times:
+            return {}
+        parts: dict[str, float] = {}
+        since = times["before"]
+        for what in ("noticed", "left", "began", "connected", "restored"):
+            if what in times:
+                parts[what], since = max(0.0, times[what] - since), max(since, times[what])
+        return {"seconds": end - times["before"], **parts, "stepped": end - since}
 
+    def began(self, when: float) -> None:
+        """A worker was started at `when` (seconds, as time.time)."""
+        if self._folder is None:
+            return
+        alive = self._folder / "alive"
+        if alive.exists():
+            self._append("times", {"what": "before", "time": alive.stat().st_mtime})
+            alive.unlink(missing_ok=True)
+        self._append("times", {"what": "began", "time": when})
 
-def _sees(world: World, store: Store) -> bool:
-    """Whether this rank looks into `store`: a folder may be each node's own, any other store is one for all."""
-    return world.is_main or world.heads_node and isinstance(store, LocalStore)
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the launcher was asked to stop: the workers' SIGTERM is no re-forming."""
+        return self._folder is not None and (self._folder / "stopping").exists()
 
+    # The launcher's side
 
-def _open(source: Callable[[], Image | None] | None, opened: list[Image]) -> dict[str, Any] | None:
-    assert source is not None, "only its holder reads an image"
-    if image := source():
-        opened.append(image)
-        return image.metadata
-    return None
+    def stop(self) -> None:
+        if self._folder:
+            (self._folder / "stopping").touch()
+
+    def verdict(self) -> dict[str, Any] | None:
+        return next(self._read("verdict"), None)
+
+    def failures(self) -> dict[int, dict[str, Any]]:
+        """The first failure of each start, by restart, since the last formation that made a step."""
+        return {entry["restart"]: entry for entry in reversed(list(self._read("failures")))}
+
+    def starts(self) -> int:
+        """How often workers were started since a formation made a step."""
+        return sum(entry["what"] == "began" for entry in self._read("times"))
+
+    def _append(self, name: str, entry: dict[str, object]) -> None:
+        if self._folder is None:
+            return
+        try:
+            with open(self._folder / name, "a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            log.debug("a note for the launcher is lost: %s", error)
+
+    def _read(self, name: str) -> Iterator[dict[str, Any]]:
+        if self._folder is None or not (self._folder / name).exists():
+            return
+        for line in (self._folder / name).read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:  # it is just being written
+                continue

@@ -44,7 +44,7 @@ class AdamW:
     """Fused AdamW (Loshchilov and Hutter 2019): torch's own function, with what `torch.amp.GradScaler` asks of one.
 
     Not torch's class of that name: making one imports torch._dynamo, up to three seconds of every start. The moments
-    are made here and not in the first update, so that a state has the same tensors at every step, also before the first.
+    are made here and not in the first update, so that a state has the same tensors at every step.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:

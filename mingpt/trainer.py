@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from mingpt import distributed
 from mingpt.data import Batches, Validation
 from mingpt.distributed import Control, World
-from mingpt.elastic import StopSignals
+from mingpt.elastic import Notes, StopSignals
 from mingpt.grid import Grid, mix, share
 from mingpt.image import Image, encoded_size, restore_rng, rng_tensors, xxh3
 from mingpt.metrics import Metrics, duration
@@ -209,6 +209,7 @@ class Trainer:
         self._cost = 0.0  # seconds that all images kept the training
         # Seconds that saving and RAM images kept the training since the last row.
         self._kept = {"perf/snapshot_stall_seconds": 0.0, "perf/ram_image_seconds": 0.0}
+        self._recovery_seconds = 0.0  # from the last step before a restart to the first one after it
         self._restored = False
         self._restored_compiled: bool | None = None
         self._first_step = 0
@@ -216,10 +217,10 @@ class Trainer:
 
     # The step and what is due between steps
 
-    def fit(self, signals: StopSignals | None = None) -> None:
+    def fit(self, signals: StopSignals | None = None, notes: Notes | None = None) -> None:
         """Trains until `max_steps`, or until a signal asks to stop (then `stopped` is True and the state is saved).
 
-        `signals` are the caller's, where it has them in hand already.
+        `signals` are the caller's, where it has them in hand already, `notes` are for the launcher.
         Raises ArithmeticError where the loss or the gradient is not finite, OSError where the last snapshot fails.
         """
         if not self._restored:
@@ -232,9 +233,12 @@ class Trainer:
         self._watch = _Stopwatch(self.step)
         try:
             with nullcontext(signals) if signals else StopSignals() as signals:
+                self._signals = signals
                 while self._due_before_step():
                     self._control.start(stop=signals.wanted, broken=int(self._broken_seen) >= 0)
                     self._update()
+                    if notes and self.world.local_rank == 0:
+                        self._tell(notes)
                 distributed.barrier(self.world)  # the last snapshot is safe: what is in memory is not needed any more
                 if self.slots:
                     self.slots.remove()
@@ -266,11 +270,22 @@ class Trainer:
         self.step += 1
         distributed.seed_all(mix(self._seed, self.step))  # whoever draws now draws the same on every rank
 
+    def _tell(self, notes: Notes) -> None:
+        """Lets the launcher know that a step is done; of the first one after a restart, how long there was none."""
+        if self.step == self._first_step + 1 and (parts := notes.stepped()):
+            self._recovery_seconds = parts["seconds"]
+            self.metrics.event("recovery", self.step, **parts)
+            named = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if name != "seconds")
+            log.info("recovered: %.1f s from the last step before to this one (%s)", parts["seconds"], named)
+        notes.step()
+
     def _due_before_step(self) -> bool:
         """Does what is due at `step`; False when the training ends here. In this order a kill anywhere is harmless."""
         flags = self._control.read()
         end = self.step >= self.max_steps
         self.stopped = flags["stop"] > 0 and not end
+        if self.stopped or end:
+            self._signals.settle()
         # The flag of the last update would come too late.
         if flags["broken"] or ((end or self.stopped) and int(self._broken) >= 0):
             self._report_broken()
@@ -382,6 +397,7 @@ class Trainer:
         lr = learning_rate_at(self.step - 1, **self._schedule)  # of the update that this row is about
         steps, seconds = self._watch.lap(self.step)
         kept, self._kept = self._kept, dict.fromkeys(self._kept, 0.0)
+        recovered, self._recovery_seconds = self._recovery_seconds, 0.0
         rate = steps * self.grid.tokens_per_step / seconds
         left = (self.max_steps - self.step) * seconds / steps
         log.info(
@@ -410,6 +426,7 @@ class Trainer:
             "data/epoch": self.grid.epoch(self.step),
             "elastic/world_size": self.world.world_size,
             "elastic/generation": self._generation,
+            **({"elastic/recovery_seconds": recovered} if recovered else {}),
         }
 
     def _evaluate(self, row: dict[str, float]) -> bool:

@@ -30,7 +30,9 @@ IMPORTS: dict[str, set[str]] = {
     "resume": set(),
     "slots": {"image"},
     "snapshot": {"faults", "storage", "remote", "image", "slots", "lease", "model", "tokenizer"},
-    "elastic": {"distributed", "image", "lease", "slots", "snapshot", "storage"},
+    "election": {"distributed", "image", "lease", "slots", "snapshot", "storage"},
+    "elastic": set(),
+    "launch": {"elastic"},
     "metrics": set(),
     "trainer": {
         "data", "grid", "tokens", "optim", "distributed", "reduction", "image", "slots", "snapshot", "elastic",
@@ -45,7 +47,7 @@ IMPORTS: dict[str, set[str]] = {
 }  # fmt: skip
 IMPORTS["train_gpt"] = set(IMPORTS)  # train_gpt.py puts everything together
 
-COMMANDS = {"train_gpt", "sample", "snapshot", "prepare", "interop"}  # they may print
+COMMANDS = {"train_gpt", "launch", "sample", "snapshot", "prepare", "interop"}  # they may print
 ENVIRONMENT = {"distributed", "launch"}  # they may read and set environment variables
 UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 

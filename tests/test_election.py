@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_trainer import trainer
 
-from mingpt import distributed, elastic, slots
-from mingpt.elastic import Holding, left_behind, newest_first
+from mingpt import distributed, election, slots
+from mingpt.election import Holding, left_behind, newest_first
 from mingpt.image import encode, sha256s, xxh3
 from mingpt.lease import Run, open_run, record_run
 from mingpt.remote import open_store
@@ -191,7 +191,7 @@ def faults(case: dict[str, Any], folder: Path, rank: int) -> Iterator[None]:
             def refuse(*_: object) -> None:
                 raise PermissionError("no right to look")
 
-            patch.setattr(elastic, "look_around", refuse)
+            patch.setattr(election, "look_around", refuse)
         if case.get("corrupted") == rank:
             whole = distributed.broadcast
 
@@ -218,8 +218,8 @@ def formations(folder: Path) -> list[Any]:
         torch.nn.init.normal_(newcomer.model.transformer.wte.weight)  # type: ignore[union-attr]
         try:
             with faults(case, folder / name, rank):
-                run = elastic.agree_on_run(world, out, store, None)
-                found = elastic.find_newest(world, Snapshots(store, run.run_id), None)
+                run = election.agree_on_run(world, out, store, None)
+                found = election.find_newest(world, Snapshots(store, run.run_id), None)
                 newcomer.restore(found.image if found else None, owner=found.holding.rank if found else 0)
             winner = found and (found.holding.generation, found.holding.step, found.holding.rank)
             tensors = newcomer._tensors()

@@ -1,0 +1,294 @@
+"""Training on nodes that come and go: torchrun with the settings that make it survive them.
+
+    python -m mingpt.launch --nnodes=1:4 --nproc-per-node=4 --rdzv-endpoint=HOST:PORT train_gpt.py [...]
+
+Run on every node. It checks the node before it joins, so that a bad one leaves the others alone; starts torchrun, and
+starts it again where its rendezvous dies; ends a crash loop with the first failing rank's own message; and turns
+SIGTERM and Ctrl-C into an agreed stop (exit code 75) of this node's workers, without which the other nodes go on.
+"""
+
+import argparse
+import ctypes
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mingpt.elastic import STOP_EXIT_CODE, Notes
+
+FAILURES = 3  # of this node's own workers, each without a new step since the last: then trying again is in vain
+STARTS = 10  # of any cause
+PATIENCE_SECONDS = 5.0  # for each rendezvous endpoint that comes before one of this host
+_POLL_SECONDS = 0.1
+_HUGE = 10**6
+# Without it a node that joins, or the departure of the one that holds rank 0, hangs the job: the survivors would not
+# publish the new round's address.
+_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+# last_call: with fewer than max nodes every start waits that long for more. keep_alive: a node that is silent for 4 s
+# is out; with 2 s a busy one was taken for dead and the job split in two. join_timeout: fewer than min nodes wait.
+_RENDEZVOUS = f"last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=4,join_timeout={_HUGE},read_timeout=20"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m mingpt.launch`; returns the exit code."""
+    options = _parse(sys.argv[1:] if argv is None else argv)
+    if options.dry_run:
+        endpoint = options.endpoints[0]
+        words = _torchrun(options, endpoint, is_host=not endpoint or _is_local(endpoint))
+        print(" ".join([*(f"{key}={value}" for key, value in _ENVIRONMENT.items()), "torchrun", shlex.join(words)]))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mingpt-launch-") as folder:
+        return Launcher(options, Path(folder)).run()
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m mingpt.launch", description="torchrun for nodes that come and go.", allow_abbrev=False
+    )
+    parser.add_argument("--nnodes", default="1", metavar="MIN:MAX", help="nodes (%(default)s)")
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", default="1", metavar="N", help="workers on this one")
+    parser.add_argument(
+        "--rdzv-endpoint", "--rdzv_endpoint", default="", metavar="WHERE",
+        help="where the nodes meet, the same on all: HOST:PORT of one of them or of more, the first that lives, "
+        "separated by commas; or a file on a disk that all share",
+    )  # fmt: skip
+    parser.add_argument("--rdzv-id", "--rdzv_id", default="mingpt", metavar="NAME", help="the job (%(default)s)")
+    parser.add_argument("--local-addr", "--local_addr", metavar="ADDRESS", help="of this node, for the others")
+    parser.add_argument("--dry-run", action="store_true", help="print the command and leave")
+    parser.add_argument("script", help="train_gpt.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    options = parser.parse_args(argv)
+    least, _, most = options.nnodes.partition(":")
+    if not least.isdecimal() or not (most or least).isdecimal() or not 1 <= int(least) <= int(most or least):
+        parser.error(f"--nnodes={options.nnodes}: expected N or MIN:MAX, from 1")
+    options.endpoints = options.rdzv_endpoint.split(",")
+    if options.endpoints == [""] and int(most or least) > 1:
+        parser.error(
+            f"--nnodes={options.nnodes} needs --rdzv-endpoint=HOST:PORT, the same on all nodes: without one each host "
+            "trains in a world of its own"
+        )
+    for endpoint in options.endpoints:
+        if endpoint and "/" not in endpoint and not endpoint.rpartition(":")[2].isdecimal():
+            parser.error(f"--rdzv-endpoint={endpoint}: expected HOST:PORT, or the path of a file")
+    if not Path(options.script).is_file():
+        parser.error(f"{options.script}: no such file")
+    return options
+
+
+def _torchrun(options: argparse.Namespace, endpoint: str, is_host: bool) -> list[str]:
+    """torchrun's arguments."""
+    place = "store_type=file" if "/" in endpoint else f"is_host={int(is_host)}"
+    return [
+        f"--nnodes={options.nnodes}",
+        f"--nproc-per-node={options.nproc_per_node}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint or 'localhost:0'}",
+        f"--rdzv-id={options.rdzv_id}",
+        f"--rdzv-conf={place},{_RENDEZVOUS}",
+        f"--max-restarts={_HUGE}",  # each survivor of a loss pays one; crash loops are bounded here
+        "--monitor-interval=0.1",
+        f"--signals-to-handle={','.join(number.name for number in _SIGNALS)}",
+        *([f"--local-addr={options.local_addr}"] if options.local_addr else []),
+        options.script,
+        *options.arguments,
+    ]
+
+
+class Launcher:
+    """One node's agent, kept running until the training ends, a signal asks to stop, or going on is in vain."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
+        self._notes = Notes(folder)
+        self._environment = {**os.environ, **_ENVIRONMENT, "MINGPT_LAUNCH": str(folder)}
+        self._environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without a word
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._stopping_since: float | None = None
+
+    def run(self) -> int:
+        """The exit code: of torchrun, 75 after a stop, 2 for a node that cannot take part."""
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._stop)
+        checked = Path(self._options.script).name != "train_gpt.py"  # others need not know the option
+        for attempt in range(STARTS):
+            endpoint, is_host = self._meeting_place()
+            if self._stopping_since is not None:
+                return STOP_EXIT_CODE
+            self._agent = self._start([sys.executable, "-m", "mingpt.launch", "agent"], endpoint, is_host)
+            if not checked and (code := self._preflight()):
+                self._end_agent()
+                return STOP_EXIT_CODE if self._stopping_since is not None else code
+            checked = True
+            self._release()
+            code = self._watch()
+            if code is not None:
+                return code
+            _say(f"the agent has ended with code {self._agent.returncode}; joining again")
+            time.sleep(min(attempt, 5))
+        _say(f"error: the agent has ended {STARTS} times: see what it said")
+        return 1
+
+    def _start(self, command: list[str], endpoint: str, is_host: bool) -> "subprocess.Popen[bytes]":
+        # Its own session: a Ctrl-C is the launcher's to pass on, once.
+        return subprocess.Popen(
+            [*command, *_torchrun(self._options, endpoint, is_host)], env=self._environment, stdin=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def _release(self) -> None:
+        """Lets the agent join: it has only loaded torch by now."""
+        assert self._agent is not None and self._agent.stdin is not None
+        try:
+            self._agent.stdin.write(b"1")
+            self._agent.stdin.close()
+        except BrokenPipeError:  # it is dead already, which is seen next
+            pass
+
+    def _preflight(self) -> int:
+        """The script's own look at the node, while the agent loads torch; its exit code, its words are shown."""
+        command = [sys.executable, self._options.script, "--preflight", *self._options.arguments]
+        environment = {key: value for key, value in self._environment.items() if key != "MINGPT_LAUNCH"}
+        check = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        while check.poll() is None:
+            if self._stopping_since is not None:
+                check.kill()
+            time.sleep(_POLL_SECONDS / 2)
+        return check.returncode
+
+    def _meeting_place(self) -> tuple[str, bool]:
+        """The endpoint to meet at, and whether this node is its host: one that answers, else the first of this host."""
+        started, told = time.monotonic(), False
+        while self._stopping_since is None:
+            for endpoint in self._options.endpoints:
+                if not endpoint or "/" in endpoint:
+                    return endpoint, True
+                if _answers(endpoint):
+                    return endpoint, False
+            waited = time.monotonic() - started
+            for place, endpoint in enumerate(self._options.endpoints):
+                if _is_local(endpoint) and waited >= place * PATIENCE_SECONDS:
+                    return endpoint, True
+            if not told and waited > 1:
+                _say(f"waiting for the rendezvous at {' or '.join(self._options.endpoints)}")
+                told = True
+            time.sleep(0.3)
+        return "", False
+
+    def _watch(self) -> int | None:
+        """Waits for the agent's end, or sees to it; the exit code, None where it is to be started again."""
+        assert self._agent is not None
+        while self._agent.poll() is None:
+            if self._stopping_since is None:
+                if verdict := self._notes.verdict():
+                    self._end_agent()
+                    return int(verdict["code"])
+                failures, starts = self._notes.failures(), self._notes.starts()
+                if len(failures) >= FAILURES or starts > STARTS:
+                    self._end_agent()
+                    return _tell_loop([*failures.values()], starts)
+            time.sleep(_POLL_SECONDS)
+        if self._agent.returncode == 0:
+            return 0
+        if self._stopping_since is not None:
+            return 1 if self._notes.failures() else STOP_EXIT_CODE
+        if verdict := self._notes.verdict():
+            return int(verdict["code"])
+        return 2 if self._agent.returncode == 2 else None
+
+    def _end_agent(self) -> None:
+        """With its workers, whom it gives the time to leave; nothing outlives it."""
+        assert self._agent is not None
+        if self._agent.stdin:
+            self._agent.stdin.close()
+        self._agent.terminate()
+        try:
+            self._agent.wait(40)
+        except subprocess.TimeoutExpired:
+            self._agent.kill()
+            self._agent.wait()
+
+    def _stop(self, number: int, _: object) -> None:
+        """Passes a signal on as the wish to stop; a second Ctrl-C, two seconds later, ends everything at once."""
+        now = time.monotonic()
+        if self._stopping_since is None:
+            self._stopping_since = now
+            self._notes.stop()
+            if self._agent:
+                self._agent.terminate()
+        elif number == signal.SIGINT and now - self._stopping_since > 2 and self._agent:
+            self._agent.kill()  # the workers die with it
+
+
+def _answers(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is_local(endpoint: str) -> bool:
+    """Whether the endpoint's host is this one: an address can be bound only where it is."""
+    host = endpoint.rpartition(":")[0]
+    try:
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def _tell_loop(failures: Sequence[dict[str, object]], starts: int) -> int:
+    """Why it is in vain to go on; the exit code."""
+    if not failures:
+        _say(f"error: {starts} starts in a row without a new step; see above what ended them")
+        return 1
+    worst = failures[-1]
+    _say(
+        f"error: {len(failures)} failures in a row without a new step; in the last one rank {worst['rank']} failed "
+        f"first: {worst['message']}"
+    )
+    return 1
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def agent() -> int:
+    """torchrun itself, which loads torch and waits for a byte before it joins; it dies with its launcher."""
+    launcher = os.getppid()
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != launcher:
+            return 1
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    if not sys.stdin.buffer.read(1):
+        return 1
+    try:
+        run.main(sys.argv[2:])
+    except SignalException:  # told of by who sent it
+        return STOP_EXIT_CODE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(agent() if sys.argv[1:2] == ["agent"] else main())
