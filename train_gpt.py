@@ -66,7 +66,7 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
     # What the run is: derived by every rank for itself, the same on all, and checked to be.
     exact = config.train.reduction == "exact"
     if exact:
-        distributed.make_deterministic()
+        distributed.make_deterministic(config.compile)
     threads = distributed.set_threads(config.train.num_threads or int(exact), world)
     dtype = distributed.pick_dtype(config.dtype, world.device)
     corpus = open_corpus(config.data.path, config.data.tokenizer, config.data.vocab_size, config.data.cache_gb)
@@ -557,4 +557,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    distributed.leave_process(main())

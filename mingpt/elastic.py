@@ -105,6 +105,7 @@ class Notes:
     def __init__(self, folder: Path | None, restart: int = 0) -> None:
         self._folder = folder
         self._restart = restart
+        self._reached = 0  # the highest step before this start
 
     def mark(self, what: str, **facts: object) -> None:
         """Notes that `what` happened now."""
@@ -118,10 +119,14 @@ class Notes:
         """This node cannot take part, and trying again would change nothing."""
         self._append("verdict", {"code": code, "message": message})
 
-    def step(self) -> None:
-        """A step is done: when the training was alive for the last time, should it end here."""
-        if self._folder:
-            (self._folder / "alive").touch()
+    def step(self, step: int) -> None:
+        """`step` is done: the training is alive, and has failed no more where it never came that far before."""
+        if self._folder is None:
+            return
+        (self._folder / "alive").write_text(str(step), encoding="ascii")
+        if step > self._reached:
+            (self._folder / "failures").unlink(missing_ok=True)
+            self._reached = 2**63
 
     def stepped(self) -> dict[str, float]:
         """The first step of this formation is done. The seconds since the last one of the formation before, in parts.
@@ -134,8 +139,7 @@ class Notes:
         for entry in self._read("times"):
             # Of those who noticed the first; everything else ends when the last one did it.
             times[entry["what"]] = times.get("noticed", entry["time"]) if entry["what"] == "noticed" else entry["time"]
-        for name in ("times", "failures"):
-            (self._folder / name).unlink(missing_ok=True)
+        (self._folder / "times").unlink(missing_ok=True)
         end = time.time()
         if "before" not in times:
             return {}
@@ -150,10 +154,13 @@ class Notes:
         """A worker was started at `when` (seconds, as time.time)."""
         if self._folder is None:
             return
-        alive = self._folder / "alive"
+        alive, reached = self._folder / "alive", self._folder / "reached"
+        self._reached = _number(reached)
         if alive.exists():
             self._append("times", {"what": "before", "time": alive.stat().st_mtime})
-            alive.unlink(missing_ok=True)
+            self._reached = max(self._reached, _number(alive))
+            alive.unlink()
+            reached.write_text(str(self._reached), encoding="ascii")
         self._append("times", {"what": "began", "time": when})
 
     @property
@@ -195,3 +202,11 @@ class Notes:
                 yield json.loads(line)
             except ValueError:  # it is just being written
                 continue
+
+
+def _number(file: Path) -> int:
+    """What stands in a file of `Notes`; 0 where it is not there, or a kill tore it."""
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0

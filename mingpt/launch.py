@@ -92,13 +92,19 @@ def _torchrun(options: argparse.Namespace, endpoint: str, is_host: bool) -> list
         f"--rdzv-endpoint={endpoint or 'localhost:0'}",
         f"--rdzv-id={options.rdzv_id}",
         f"--rdzv-conf={place},{_RENDEZVOUS}",
-        f"--max-restarts={_HUGE}",  # each survivor of a loss pays one; crash loops are bounded here
+        # Each survivor of a loss pays one. Crash loops are bounded here, by what our workers tell.
+        f"--max-restarts={_HUGE if _is_ours(options.script) else STARTS}",
         "--monitor-interval=0.1",
         f"--signals-to-handle={','.join(number.name for number in _SIGNALS)}",
         *([f"--local-addr={options.local_addr}"] if options.local_addr else []),
         options.script,
         *options.arguments,
     ]
+
+
+def _is_ours(script: str) -> bool:
+    """Whether the script knows `--preflight`, and leaves notes for its launcher."""
+    return Path(script).name == "train_gpt.py"
 
 
 class Launcher:
@@ -117,15 +123,15 @@ class Launcher:
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._stop)
-        checked = Path(self._options.script).name != "train_gpt.py"  # others need not know the option
+        checked = not _is_ours(self._options.script)
         for attempt in range(STARTS):
             endpoint, is_host = self._meeting_place()
             if self._stopping_since is not None:
                 return STOP_EXIT_CODE
             self._agent = self._start([sys.executable, "-m", "mingpt.launch", "agent"], endpoint, is_host)
-            if not checked and (code := self._preflight()):
+            if not checked and (refused := self._preflight()):
                 self._end_agent()
-                return STOP_EXIT_CODE if self._stopping_since is not None else code
+                return STOP_EXIT_CODE if self._stopping_since is not None else refused
             checked = True
             self._release()
             code = self._watch()

@@ -134,7 +134,7 @@ class Trainer:
                 raise ValueError("exact reduction supports neither float16 nor MPS; take bfloat16, or a CPU or CUDA")
             if any(p.dtype == torch.float16 for p in model.parameters()):
                 raise ValueError("exact reduction needs parameters of float32 or bfloat16, and there are float16 ones")
-            distributed.make_deterministic()
+            distributed.make_deterministic(compile)
         self.model = model.to(self.world.device)
         self.grid = Grid(len(train_tokens), block_size, global_batch_size, micro_batch_size, seed)
         self.share = share(self.world.rank, self.world.world_size, self.grid.cells)
@@ -277,7 +277,7 @@ class Trainer:
             self.metrics.event("recovery", self.step, **parts)
             named = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if name != "seconds")
             log.info("recovered: %.1f s from the last step before to this one (%s)", parts["seconds"], named)
-        notes.step()
+        notes.step(self.step)
 
     def _due_before_step(self) -> bool:
         """Does what is due at `step`; False when the training ends here. In this order a kill anywhere is harmless."""

@@ -1,0 +1,343 @@
+"""Nodes that come and go under `python -m mingpt.launch`, as two agents on loopback; and what it is made of."""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Runs, free_port
+
+from mingpt.elastic import STOP_EXIT_CODE, Notes
+from mingpt.launch import main
+
+# Without an end: the training stops where the test says, and a run of just so many steps must come to the same bits.
+ENDLESS = [
+    "--train.reduction=exact", "--train.max_steps=1000000", "--optim.schedule=constant", "--snapshot.save_interval=1",
+    "--train.eval_interval=0",
+]  # fmt: skip
+
+
+class Node:
+    """A launcher, and what it and its workers have said so far."""
+
+    def __init__(self, nodes: "Nodes", *settings: str, workers: int, prefix: tuple[str, ...] = ()) -> None:
+        command = [*prefix, sys.executable, "-m", "mingpt.launch", "--nnodes=1:3", f"--nproc-per-node={workers}"]
+        command += [*nodes.meeting, str(ROOT / "train_gpt.py"), "small.yaml", *ENDLESS, *settings]
+        self.process = subprocess.Popen(
+            command, cwd=nodes.runs.folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        nodes.runs.started.append(self.process)
+        self.said: list[str] = []
+        self._reader = threading.Thread(target=self._read, args=(nodes.said,), daemon=True)
+        self._reader.start()
+
+    def _read(self, together: list[str]) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.said.append(line)
+            together.append(line)
+
+    def agent(self) -> int:
+        return next(pid for pid in children(self.process.pid) if b"agent" in command_of(pid))
+
+    def workers(self) -> list[int]:
+        return children(self.agent())
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.end()
+
+    def end(self) -> int:
+        """Its exit code, when it and all that wrote into its pipe have ended: nothing is left over."""
+        code = self.process.wait(90)
+        self._reader.join(10)
+        assert not self._reader.is_alive(), "a process outlives its launcher"
+        return code
+
+
+class Nodes:
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self.said: list[str] = []
+        self.meeting = [f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+
+    def start(self, *settings: str, workers: int = 1, prefix: tuple[str, ...] = ()) -> Node:
+        return Node(self, *settings, workers=workers, prefix=prefix)
+
+    def wait(self, pattern: str, since: int = 0, seconds: float = 90) -> int:
+        """Until a line after the first `since` ones matches; how many lines were said by then."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for i, line in enumerate(self.said[since:], since):
+                if re.search(pattern, line):
+                    return i + 1
+            time.sleep(0.02)
+        raise AssertionError(f"{pattern!r} was not said:\n" + "".join(self.said[since:]))
+
+    def wait_for_world(self, ranks: int, since: int = 0) -> int:
+        """Until a world of so many ranks has made ten steps."""
+        world = "1 process on" if ranks == 1 else f"{ranks} ranks"
+        said = self.wait(rf"generation \d+: {world}", since)
+        for _ in range(10):
+            said = self.wait(r"^step +\d+/", said)
+        return said
+
+    def check(self, name: str = "small") -> list[int]:
+        """The oracle, once all have stopped: the bits of an undisturbed run. The steps lost at each new formation."""
+        rows = [row for row in self.runs.rows(name) if "train/loss" in row]
+        steps: dict[int, list[int]] = {}
+        for row in rows:
+            steps.setdefault(row["generation"], []).append(row["step"])
+        lost = [before[-1] + 1 - after[0] for before, after in itertools.pairwise(steps.values())]
+        assert all(made == list(range(made[0], made[-1] + 1)) for made in steps.values())
+        assert min(lost, default=0) >= 0 and len(rows) == rows[-1]["step"] + sum(lost), "no step but those made again"
+        for i, line in enumerate(self.said):
+            if at := re.search(r"going on at step (\d+)", line):
+                saved = [int(it[1]) for it in map(re.compile(r"^saved .*/step-(\d+)").search, self.said[:i]) if it]
+                assert int(at[1]) >= saved[-1], "past the last one that was kept"
+        end = self.runs.manifest(name)
+        self.runs("--name=calm", *ENDLESS, "--snapshot.save_interval=0", f"--train.max_steps={end['step']}")
+        assert end["state_sha256"] == self.runs.manifest("calm")["state_sha256"]
+        return lost
+
+
+@pytest.fixture
+def nodes(runs: Runs) -> Iterator[Nodes]:
+    yield Nodes(runs)
+    for process in runs.started:
+        process.kill()
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds its processes in /proc")
+
+
+def test_join_kill_leave_and_a_bad_newcomer(nodes: Nodes) -> None:
+    first = nodes.start()
+    nodes.wait(r"^step +5/")
+    bad = nodes.start("--optim.learning_rate=0.5")
+    second = nodes.start()
+    joined = nodes.wait_for_world(2)
+    assert bad.end() == 2
+    (refusal,) = [line for line in bad.said if line.startswith("error: ")]
+    assert "optim.learning_rate was 0.001 in this run and is 0.5 now" in refusal
+    os.kill(second.workers()[0], signal.SIGKILL)
+    again = nodes.wait_for_world(2, joined)
+    assert second.stop() == STOP_EXIT_CODE
+    nodes.wait_for_world(1, again)
+    assert first.stop(signal.SIGINT) == STOP_EXIT_CODE
+
+    lost = nodes.check()
+    assert len(lost) == 3, "the bad one never was in the world"
+    assert lost[0] == lost[2] == 0, "a join and a leave cost no step"
+    events = [row for row in nodes.runs.rows() if row.get("event") == "recovery"]
+    assert len(events) == 3
+    for event in events:
+        parts = [event[key] for key in ("noticed", "left", "began", "connected", "restored", "stepped") if key in event]
+        assert event["seconds"] == pytest.approx(sum(parts), abs=0.1)
+    assert [row for row in nodes.runs.rows() if "elastic/recovery_seconds" in row]
+
+
+def test_a_crash_loop_ends_with_the_message(nodes: Nodes) -> None:
+    node = nodes.start(
+        "--optim.learning_rate=1e9", "--optim.warmup_steps=0", "--model.dropout=0", "--train.max_steps=9"
+    )
+    nodes.runs.started.append(node.process)
+    assert node.end() == 1
+    assert re.match("error: 3 failures in a row without a new step; .*rank 0 failed first: the gradient", node.said[-1])
+    assert sum("going on at step" in line or "starting at step" in line for line in node.said) == 3
+
+
+def test_dry_run_says_what_would_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    script = str(ROOT / "train_gpt.py")
+    assert (
+        main(["--nnodes=1:4", "--nproc-per-node=2", "--rdzv-endpoint=127.0.0.1:29400", "--dry-run", script, "a b"]) == 0
+    )
+    line = capsys.readouterr().out
+    assert line.startswith("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 --nproc-per-node=2 ")
+    assert "is_host=1,last_call_timeout=1," in line and line.endswith(f"{script} 'a b'\n")
+    assert main(["--nnodes=4", "--rdzv-endpoint=192.0.2.1:29400", "--dry-run", script]) == 0
+    assert "is_host=0" in capsys.readouterr().out
+    assert main(["--nnodes=4", "--rdzv-endpoint=/shared/meet", "--dry-run", script]) == 0
+    assert "store_type=file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--nnodes=1:2"], "needs --rdzv-endpoint=HOST:PORT, the same on all nodes"),
+        (["--nnodes=3:2", "--rdzv-endpoint=a:1"], "expected N or MIN:MAX"),
+        (["--nnodes=2", "--rdzv-endpoint=a"], "expected HOST:PORT"),
+        (["--nproc-per-node=1"], "no such file"),
+    ],
+)
+def test_wrong_use_is_told(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, str(ROOT / "train_gpt.py") if "no such" not in expected else "missing.py"])
+    assert stopped.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+# In an interpreter of its own, which is deaf for five seconds: as in a collective, no Python handler runs.
+DEAF = """
+import ctypes, signal, sys, threading, time
+from mingpt.elastic import StopSignals
+with StopSignals(grace_seconds=float(sys.argv[1])) as signals:
+    def look():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        sent = time.monotonic()
+        while not signals.wanted:
+            time.sleep(0.0005)
+        print(time.monotonic() - sent, flush=True)
+    threading.Timer(0.1, look).start()
+    libc, deadline = ctypes.CDLL(None), time.monotonic() + float(sys.argv[2])
+    libc.pthread_mutex_lock(lock := ctypes.create_string_buffer(64))
+    libc.pthread_mutex_timedlock(lock, (ctypes.c_long * 2)(int(time.time() + float(sys.argv[2])), 0))
+"""
+
+
+def deaf(grace: float, seconds: float) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", DEAF, str(grace), str(seconds)], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+
+
+def test_a_signal_is_seen_where_no_handler_runs() -> None:
+    seen = min(float(deaf(60, 2).stdout) for _ in range(3))  # of a machine that is busy with others, the best
+    assert seen < 0.01
+
+
+def test_a_step_that_takes_too_long_after_a_signal_is_abandoned() -> None:
+    started = time.monotonic()
+    done = deaf(0.2, 30)
+    assert done.returncode == STOP_EXIT_CODE
+    assert "elastic.grace_seconds=0.2" in done.stderr
+    assert time.monotonic() - started < 10
+
+
+def test_failures_count_until_a_step_is_new(tmp_path: Path) -> None:
+    for restart in range(3):
+        notes = Notes(tmp_path, restart)
+        notes.began(time.time())
+        notes.step(1)
+        notes.step(2)  # again and again
+        notes.fail(0, 1, f"at step 3, {restart}")
+    assert [entry["message"] for entry in Notes(tmp_path).failures().values()][-1:] or True
+    assert set(Notes(tmp_path).failures()) == {0, 1, 2}
+    notes = Notes(tmp_path, 3)
+    notes.began(time.time())
+    notes.step(2)
+    assert set(Notes(tmp_path).failures()) == {0, 1, 2}
+    notes.step(3)
+    assert not Notes(tmp_path).failures()
+
+
+# Longer ones, for `make proof`
+
+
+@pytest.mark.slow
+def test_agents_and_the_rendezvous_host_die(nodes: Nodes) -> None:
+    first, second = nodes.start(), nodes.start()
+    said = nodes.wait_for_world(2)
+    for node in (second, first):
+        agent, workers = node.agent(), node.workers()
+        os.kill(agent, signal.SIGKILL)
+        deadline = time.monotonic() + 1
+        while any(command_of(worker) for worker in workers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not any(command_of(worker) for worker in workers), "workers die with their agent"
+        said = nodes.wait_for_world(2, said)
+    assert (first.stop(), second.stop()) == (STOP_EXIT_CODE, STOP_EXIT_CODE)
+    nodes.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["list", "file"])
+def test_the_first_node_dies_for_good(nodes: Nodes, kind: str, tmp_path: Path) -> None:
+    places = f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}" if kind == "list" else str(tmp_path / "meet")
+    nodes.meeting = [f"--rdzv-endpoint={places}"]
+    first = nodes.start()
+    nodes.wait(r"^step +5/")
+    second = nodes.start()
+    said = nodes.wait_for_world(2)
+    first.process.kill()
+    first.end()
+    nodes.wait_for_world(1, said)
+    assert second.stop() == STOP_EXIT_CODE
+    nodes.check()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_is_left_behind(nodes: Nodes) -> None:
+    short = "--elastic.timeout_seconds=5"
+    first, second = nodes.start(short), nodes.start(short)
+    said = nodes.wait_for_world(2)
+    os.kill(second.agent(), signal.SIGSTOP)
+    (worker,) = second.workers()
+    os.kill(worker, signal.SIGSTOP)
+    said = nodes.wait("gave no sign of life for elastic.timeout_seconds=5", said)
+    said = nodes.wait_for_world(1, said)
+    os.kill(second.agent(), signal.SIGCONT)
+    os.kill(worker, signal.SIGCONT)
+    nodes.wait_for_world(2, said)
+    assert (first.stop(), second.stop()) == (STOP_EXIT_CODE, STOP_EXIT_CODE)
+    nodes.check()
+
+
+@pytest.mark.slow
+def test_a_node_that_is_cut_off(nodes: Nodes) -> None:
+    ip = shutil.which("ip")
+    if not ip or os.geteuid():
+        pytest.skip("network namespaces need root and the command ip")
+    space = f"mingpt{os.getpid()}"
+
+    def run(*words: str) -> None:
+        subprocess.run([ip, *words], check=True, capture_output=True)
+
+    net = f"10.{os.getpid() % 200 + 20}.7"
+    run("netns", "add", space)
+    try:
+        run("link", "add", "mingpt0", "type", "veth", "peer", "name", "mingpt1", "netns", space)
+        run("addr", "add", f"{net}.1/24", "dev", "mingpt0")
+        run("link", "set", "mingpt0", "up")
+        run("-n", space, "addr", "add", f"{net}.2/24", "dev", "mingpt1")
+        for name in ("mingpt1", "lo"):
+            run("-n", space, "link", "set", name, "up")
+        endpoint = f"--rdzv-endpoint={net}.1:{free_port()}"
+        nodes.meeting = [endpoint, f"--local-addr={net}.1"]
+        first = nodes.start("--elastic.timeout_seconds=5")
+        nodes.wait(r"^step +5/")
+        nodes.meeting = [endpoint, f"--local-addr={net}.2"]
+        second = nodes.start("--elastic.timeout_seconds=5", prefix=(ip, "netns", "exec", space))
+        said = nodes.wait_for_world(2)
+        run("link", "set", "mingpt0", "down")
+        cut = time.monotonic()
+        said = nodes.wait_for_world(1, said)
+        print(f"{time.monotonic() - cut:.1f} s from the cut to ten steps without the other")
+        run("link", "set", "mingpt0", "up")
+        nodes.wait_for_world(2, said)
+        assert (first.stop(), second.stop()) == (STOP_EXIT_CODE, STOP_EXIT_CODE)
+        nodes.check()
+    finally:
+        run("netns", "del", space)
+        subprocess.run([ip, "link", "del", "mingpt0"], check=False, capture_output=True)
