@@ -24,9 +24,9 @@ train: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -q --numprocesses=2 --dist=worksteal $(ARGS)
 
-# The longer proofs: kills at any moment, world sizes, clean exits, compiling.
+# The longer proofs: kills at any moment, world sizes, clean exits, compiling, nodes that die or are cut off.
 proof: $(VENV)/installed-dev
-	$(VENV)/bin/python -m pytest -q -m slow tests/test_proofs.py $(ARGS)
+	$(VENV)/bin/python -m pytest -q -m slow tests/test_proofs.py tests/test_launch.py $(ARGS)
 
 # Object stores against real servers, which are started here: SeaweedFS, fake-gcs-server and, where npm is, Azurite.
 store-check: $(VENV)/installed-stores

@@ -348,7 +348,7 @@ def test_worlds_that_cannot_be(runs: Runs, environment: dict[str, str], expected
     if len(environment) == 3:
         environment = environment | {"MASTER_PORT": str(free_port())}
     done = subprocess.run(
-        runs.command("--elastic.timeout_seconds=2"), cwd=runs.folder, env=os.environ | environment,
+        runs.command("--elastic.timeout_seconds=0.2"), cwd=runs.folder, env=os.environ | environment,
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
