@@ -30,7 +30,7 @@ from mingpt import election, metrics, slots, snapshot, storage
 from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
 from mingpt.corpus import open_corpus
 from mingpt.data import Validation
-from mingpt.distributed import Beat, UnlikeError, World
+from mingpt.distributed import UnlikeError, World
 from mingpt.elastic import STOP_EXIT_CODE, Notes, StopSignals
 from mingpt.election import Found
 from mingpt.faults import redact
@@ -59,6 +59,8 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
     """
     config = load_config(argv, DEFAULT_CONFIG, distributed.device_type)
     world = distributed.locate(config.device)
+    if world.local_rank == 0 and not preflight:
+        notes.began(distributed.STARTED)
     for warning in [*(f"warning: {it}" for it in warnings(config)), *distributed.launch_warnings()]:
         if world.is_main:
             log.warning("%s", warning)
@@ -101,8 +103,9 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
     distributed.seed_process(mix(config.seed))
     model = GPT(shape).to(world.device)
     self_check(model, grid, corpus.tokens[n_train:], max_steps, config)
-    beat = connect(world, config, description, hardware)
-    notes.mark("connected")
+    connect(world, config, description, hardware)
+    beat = distributed.Beat(world, config.elastic.timeout_seconds)
+    notes.mark("start")
     trainer: Trainer | None = None
     snapshots: Snapshots | None = None
     try:
@@ -178,7 +181,8 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
                 show_result(config, trainer.last_manifest)
             return STOP_EXIT_CODE if trainer.stopped else 0
     except RuntimeError:
-        if beat and beat.is_lost():  # which has said so
+        notes.mark("noticed")
+        if beat.is_lost():  # which has said so
             return 1
         raise
     finally:
@@ -186,13 +190,12 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
             trainer.close()
         if snapshots:
             snapshots.release()
-        if beat:
-            beat.close()
+        beat.close()
         distributed.leave()
-        notes.mark("left")
+        notes.mark("stopped")
 
 
-def connect(world: World, config: Config, description: dict[str, Any], hardware: str) -> Beat | None:
+def connect(world: World, config: Config, description: dict[str, Any], hardware: str) -> None:
     """Makes the process group, once all ranks have shown that they are about to do the same."""
     hello = {**description, **versions(), "device": world.device.type}
     if config.train.reduction == "exact":
@@ -200,7 +203,7 @@ def connect(world: World, config: Config, description: dict[str, Any], hardware:
     else:
         del hello["train.num_threads"]
     try:
-        return distributed.connect(world, hello, config.elastic.timeout_seconds)
+        distributed.connect(world, hello, config.elastic.timeout_seconds)
     except UnlikeError as error:
         # Whoever is not as the run was begun is the one to go; the others form the world without it.
         if newcomer_problem(config, description) is None and recorded(config) is not None:
@@ -533,8 +536,6 @@ def main() -> int:
     notes = Notes(distributed.launch_folder(), distributed.restart_count())
     argv = [word for word in sys.argv[1:] if word != "--preflight"]
     preflight = len(argv) < len(sys.argv) - 1
-    if distributed.locate("cpu").local_rank == 0 and not preflight:
-        notes.began(distributed.STARTED)
     try:
         return train(argv, notes, preflight) or 0
     except (ValueError, OSError, ArithmeticError, TakenOverError) as error:

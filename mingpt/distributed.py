@@ -194,15 +194,15 @@ class UnlikeError(ValueError):
     """The ranks do not describe the same run."""
 
 
-def connect(world: World, hello: Mapping[str, object], timeout_seconds: float) -> "Beat | None":
-    """Makes the process group, after all ranks have shown that they describe the same run; its beat (None: no others).
+def connect(world: World, hello: Mapping[str, object], timeout_seconds: float) -> None:
+    """Makes the process group, after all ranks have shown that they describe the same run.
 
     `hello` is compared through the store first, since ranks that differ in device would hang in their first
     collective. Raises UnlikeError, the same text on every rank, that names each difference; ConnectionError where the
     others do not come in time, ten times `timeout_seconds`.
     """
     if world.world_size == 1:
-        return None
+        return
     try:
         _connect(world, hello, timedelta(seconds=timeout_seconds * _START_PATIENCE))
     except dist.DistError as error:
@@ -212,7 +212,6 @@ def connect(world: World, hello: Mapping[str, object], timeout_seconds: float) -
             f"rank {world.rank} of {world.world_size} did not meet the others at {place} ({reason}): are all of them "
             "started, with the same address? elastic.timeout_seconds sets how long to wait (ten times that)"
         ) from error
-    return Beat(world, timeout_seconds)
 
 
 def _connect(world: World, hello: Mapping[str, object], timeout: timedelta) -> None:
@@ -281,43 +280,47 @@ class Beat:
     def __init__(self, world: World, timeout_seconds: float) -> None:
         self._world = world
         self._timeout = timeout_seconds
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        self._leaving = threading.Event()
-        self._lost = threading.Event()
+        self._now, self._leaving, self._lost = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
-        self._thread.start()
+        if world.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            self._thread.start()
 
     def is_lost(self) -> bool:
         """Whether a rank is gone; for who has seen a collective fail, and wants to know why."""
-        return self._lost.wait(3 * _BEAT_SECONDS)
+        self._now.set()
+        return self._thread.is_alive() and self._lost.wait(3 * _BEAT_SECONDS)
 
     def close(self) -> None:
         """Ends it, together with the other ranks' where they come to this within a few seconds."""
         self._leaving.set()
-        self._thread.join(3 * _BEAT_SECONDS)
+        self._now.set()
+        if self._thread.is_alive() and not self._lost.is_set():
+            self._thread.join(3 * _BEAT_SECONDS)
 
     def _run(self) -> None:
+        leaving = 0
         try:
-            leaving = 0
             while leaving < self._world.world_size:
                 flag = torch.tensor([int(self._leaving.is_set())])
                 dist.all_reduce(flag, group=self._group)
                 leaving = int(flag)
-                self._leaving.wait(0.01 if leaving else _BEAT_SECONDS)
-                if leaving and leaving < self._world.world_size:
+                if leaving:
+                    time.sleep(0.01)  # until all of them are
+                elif self._now.wait(_BEAT_SECONDS):
                     time.sleep(0.01)
         except RuntimeError as error:
             self._lost.set()
-            if self._leaving.is_set():  # the others are gone already
+            if self._leaving.is_set():  # the others were faster
                 return
             reason = " ".join(str(error).split())
             log.warning(
                 "error: rank %d of %d: another worker has ended, or gave no sign of life for "
-                "elastic.timeout_seconds=%g (%s): leaving, so that the world forms anew without it",
-                self._world.rank, self._world.world_size, self._timeout, reason[:200],
+                "elastic.timeout_seconds=%g: leaving, so that the world forms anew without it (%s)",
+                self._world.rank, self._world.world_size, self._timeout, reason[:120],
             )  # fmt: skip
-            self._leaving.wait(_BEAT_SECONDS)  # the main thread gives back what it holds, if it still can
-            time.sleep(0.2)
+            if self._leaving.wait(_BEAT_SECONDS):  # the main thread is not stuck: it gives back what it holds
+                time.sleep(_BEAT_SECONDS)
             os._exit(1)
 
 

@@ -145,10 +145,10 @@ class Notes:
             return {}
         parts: dict[str, float] = {}
         since = times["before"]
-        for what in ("noticed", "left", "began", "connected", "restored"):
+        for what in ("noticed", "stopped", "rendezvous", "start", "restored"):
             if what in times:
                 parts[what], since = max(0.0, times[what] - since), max(since, times[what])
-        return {"seconds": end - times["before"], **parts, "stepped": end - since}
+        return {"seconds": end - times["before"], **parts, "step": end - since}
 
     def began(self, when: float) -> None:
         """A worker was started at `when` (seconds, as time.time)."""
@@ -161,7 +161,7 @@ class Notes:
             self._reached = max(self._reached, _number(alive))
             alive.unlink()
             reached.write_text(str(self._reached), encoding="ascii")
-        self._append("times", {"what": "began", "time": when})
+        self._append("times", {"what": "rendezvous", "time": when})
 
     @property
     def is_stopping(self) -> bool:
@@ -183,7 +183,7 @@ class Notes:
 
     def starts(self) -> int:
         """How often workers were started since a formation made a step."""
-        return sum(entry["what"] == "began" for entry in self._read("times"))
+        return sum(entry["what"] == "rendezvous" for entry in self._read("times"))
 
     def _append(self, name: str, entry: dict[str, object]) -> None:
         if self._folder is None:

@@ -158,16 +158,15 @@ def test_join_kill_leave_and_a_bad_newcomer(nodes: Nodes) -> None:
     events = [row for row in nodes.runs.rows() if row.get("event") == "recovery"]
     assert len(events) == 3
     for event in events:
-        parts = [event[key] for key in ("noticed", "left", "began", "connected", "restored", "stepped") if key in event]
+        parts = [
+            event[key] for key in ("noticed", "stopped", "rendezvous", "start", "restored", "step") if key in event
+        ]
         assert event["seconds"] == pytest.approx(sum(parts), abs=0.1)
     assert [row for row in nodes.runs.rows() if "elastic/recovery_seconds" in row]
 
 
 def test_a_crash_loop_ends_with_the_message(nodes: Nodes) -> None:
-    node = nodes.start(
-        "--optim.learning_rate=1e9", "--optim.warmup_steps=0", "--model.dropout=0", "--train.max_steps=9"
-    )
-    nodes.runs.started.append(node.process)
+    node = nodes.start(optim__learning_rate="1e9", optim__warmup_steps="0")
     assert node.end() == 1
     assert re.match("error: 3 failures in a row without a new step; .*rank 0 failed first: the gradient", node.said[-1])
     assert sum("going on at step" in line or "starting at step" in line for line in node.said) == 3
