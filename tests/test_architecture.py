@@ -33,6 +33,7 @@ IMPORTS: dict[str, set[str]] = {
     "election": {"distributed", "image", "lease", "slots", "snapshot", "storage"},
     "elastic": set(),
     "launch": {"elastic"},
+    "chaos": {"elastic", "metrics", "snapshot", "storage"},
     "metrics": set(),
     "trainer": {
         "data", "grid", "tokens", "optim", "distributed", "reduction", "image", "slots", "snapshot", "elastic",
@@ -47,7 +48,7 @@ IMPORTS: dict[str, set[str]] = {
 }  # fmt: skip
 IMPORTS["train_gpt"] = set(IMPORTS)  # train_gpt.py puts everything together
 
-COMMANDS = {"train_gpt", "launch", "sample", "snapshot", "prepare", "interop"}  # they may print
+COMMANDS = {"train_gpt", "chaos", "launch", "sample", "snapshot", "prepare", "interop"}  # they may print
 ENVIRONMENT = {"distributed", "launch"}  # they may read and set environment variables
 UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
