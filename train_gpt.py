@@ -234,8 +234,10 @@ def newcomer_problem(config: Config, description: dict[str, Any]) -> str | None:
     theirs, ours = {**record.get("config", {}), **record.get("versions", {})}, {**description, **versions()}
     if config.train.reduction != "exact":
         ours.pop("train.num_threads")
-    different = [f"{key} is {theirs[key]} there and {ours[key]} here" for key in ours if theirs.get(key) != ours[key]]
-    return "; ".join(different) if record.get("config") and different else None
+    different = [
+        f"{key} is {theirs.get(key)} there and {ours[key]} here" for key in ours if theirs.get(key) != ours[key]
+    ]
+    return "; ".join(different) if theirs and different else None
 
 
 def check_newcomer(config: Config, description: dict[str, Any]) -> None:
@@ -244,11 +246,9 @@ def check_newcomer(config: Config, description: dict[str, Any]) -> None:
     A run that stands may be gone on with by other versions and operational settings, one that is alive may not.
     """
     store = open_store(config.snapshot_uri)
-    store.names()
-    record = recorded(config)
-    if record is None:
-        return
-    changes_on_resume(record.get("config", {}), description, config.snapshot.resume)
+    store.probe()
+    if saved := snapshot.read_manifests(store):
+        changes_on_resume(saved[0].facts["config"], description, config.snapshot.resume)
     problem = newcomer_problem(config, description)
     if problem and is_alive(store):
         raise ValueError(f"the run {config.name} is being trained, and this start is not like it: {problem}")
@@ -543,11 +543,13 @@ def main() -> int:
             notes.fail(rank, 1, f"{type(error).__name__}: {error}")
             raise
         code = report(error, rank)
-        if preflight or code == 2:
+        if preflight:
+            return 2  # whatever it is, this node cannot take part now
+        if code == 2:
             notes.reject(code, " ".join(told(error).split()))
         elif not isinstance(error, ConnectionError):
             notes.fail(rank, code, " ".join(told(error).split()))
-        if code == 2 and not preflight:
+        if code == 2:
             distributed.end_agent()
         return code
     except Exception as error:

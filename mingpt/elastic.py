@@ -148,7 +148,7 @@ class Notes:
         for what in ("noticed", "stopped", "rendezvous", "start", "restored"):
             if what in times:
                 parts[what], since = max(0.0, times[what] - since), max(since, times[what])
-        return {"seconds": end - times["before"], **parts, "step": end - since}
+        return {"seconds": end - times["before"], **parts, "first_step": end - since}
 
     def began(self, when: float) -> None:
         """A worker was started at `when` (seconds, as time.time)."""

@@ -159,7 +159,9 @@ def test_join_kill_leave_and_a_bad_newcomer(nodes: Nodes) -> None:
     assert len(events) == 3
     for event in events:
         parts = [
-            event[key] for key in ("noticed", "stopped", "rendezvous", "start", "restored", "step") if key in event
+            event[key]
+            for key in ("noticed", "stopped", "rendezvous", "start", "restored", "first_step")
+            if key in event
         ]
         assert event["seconds"] == pytest.approx(sum(parts), abs=0.1)
     assert [row for row in nodes.runs.rows() if "elastic/recovery_seconds" in row]
