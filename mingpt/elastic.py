@@ -181,6 +181,10 @@ class Notes:
         """The first failure of each start, by restart, since the last formation that made a step."""
         return {entry["restart"]: entry for entry in reversed(list(self._read("failures")))}
 
+    def progress(self) -> int:
+        """The highest step that this node has seen."""
+        return max(_number(self._folder / name) for name in ("alive", "reached")) if self._folder else 0
+
     def starts(self) -> int:
         """How often workers were started since a formation made a step."""
         return sum(entry["what"] == "rendezvous" for entry in self._read("times"))

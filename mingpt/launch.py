@@ -124,7 +124,8 @@ class Launcher:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._stop)
         checked = not _is_ours(self._options.script)
-        for attempt in range(STARTS):
+        attempts, progress = 0, 0
+        while attempts < STARTS:
             endpoint, is_host = self._meeting_place()
             if self._stopping_since is not None:
                 return STOP_EXIT_CODE
@@ -138,8 +139,10 @@ class Launcher:
             if code is not None:
                 return code
             _say(f"the agent has ended with code {self._agent.returncode}; joining again")
-            time.sleep(min(attempt, 5))
-        _say(f"error: the agent has ended {STARTS} times: see what it said")
+            time.sleep(min(attempts, 5))
+            now = self._notes.progress()
+            attempts, progress = (1 if now > progress else attempts + 1), now
+        _say(f"error: the agent has ended {STARTS} times without a new step: see what it said")
         return 1
 
     def _start(self, command: list[str], endpoint: str, is_host: bool) -> "subprocess.Popen[bytes]":
@@ -286,6 +289,7 @@ def agent() -> int:
             return 1
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     if not sys.stdin.buffer.read(1):
         return 1
@@ -293,6 +297,9 @@ def agent() -> int:
         run.main(sys.argv[2:])
     except SignalException:  # told of by who sent it
         return STOP_EXIT_CODE
+    except RendezvousError as error:
+        _say(f"the rendezvous has failed: {error.__cause__ or error}")
+        return 1
     return 0
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Runs, free_port
+from conftest import ROOT, Runs, free_port, read_until_step
 
 from mingpt.elastic import STOP_EXIT_CODE, Notes
 from mingpt.launch import main
@@ -258,7 +258,44 @@ def test_failures_count_until_a_step_is_new(tmp_path: Path) -> None:
     assert not Notes(tmp_path).failures()
 
 
+def test_settings_that_will_hurt_are_told_under_plain_torchrun(runs: Runs) -> None:
+    command = runs.command("--train.max_steps=6", ranks=1, launcher="torchrun")
+    command[command.index("--standalone")] = "--nnodes=1:2"
+    settings = ["--rdzv_backend=c10d", "--rdzv-conf=last_call_timeout=1"]
+    command[4:4] = settings
+    done = subprocess.run(command, cwd=runs.folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "--nnodes=1:2 will not do what it says" in line]
+    for part in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "--max-restarts is 0", "--rdzv-endpoint is not given"):
+        assert part in line
+    assert "take python -m mingpt.launch --nnodes=1:2 --rdzv-endpoint=HOST:PORT" in line
+
+
 # Longer ones, for `make proof`
+
+
+@pytest.mark.slow
+def test_under_plain_torchrun_a_bad_newcomer_takes_its_agent_with_it(nodes: Nodes) -> None:
+    words = ["--nnodes=1:2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--max-restarts=99"]
+    agents = []
+    for host, interval in ((1, "1"), (0, "2")):
+        conf = f"--rdzv-conf=is_host={host},last_call_timeout=1,keep_alive_interval=1"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words, conf, str(ROOT / "train_gpt.py"), "small.yaml",
+             *overrides(log__interval=interval)],
+            cwd=nodes.runs.folder, env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        nodes.runs.started.append(process)
+        agents.append(process)
+        if host:
+            nodes.said += read_until_step(process, 5).splitlines(keepends=True)
+    said, _ = agents[1].communicate(timeout=120)
+    assert "log.interval is " in said and agents[1].returncode
+    read_until_step(agents[0], 6)
+    agents[0].send_signal(signal.SIGTERM)
+    agents[0].communicate(timeout=60)
+    nodes.check()
 
 
 @pytest.mark.slow
