@@ -30,6 +30,7 @@ from mingpt.metrics import duration, read_metrics
 from mingpt.snapshot import read_manifests
 from mingpt.storage import LocalStore
 
+ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 PATIENCE_SECONDS = 120.0  # for the next step after a fault
 SAVE_INTERVAL = 50  # steps from one durable snapshot to the next: what a power failure may cost
 SETTINGS = (
@@ -51,8 +52,8 @@ class Node:
         (self.folder / "memory").mkdir(parents=True, exist_ok=True)
         with open(self.folder / "log.txt", "ab") as log:
             self.launcher = subprocess.Popen(
-                self._command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                self._command, cwd=self.folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
     @property
@@ -248,8 +249,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if min(options.faults, options.steps, options.nodes, options.nproc_per_node) < 1:
         parser.error("--faults, --steps, --nodes, --nproc-per-node: give 1 or more")
-    if not Path("train_gpt.py").is_file():
-        parser.error("start it in the folder that has train_gpt.py")
     if options.folder:
         if options.folder.exists() and any(options.folder.iterdir()):
             parser.error(f"--folder={options.folder} is not empty")
@@ -262,8 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def chaos(options: argparse.Namespace, folder: Path) -> int:
     """Trains without faults and with them; 0 where both come to the same bits, within the bound."""
     train = [
-        str(Path("train_gpt.py").resolve()), *SETTINGS, f"--train.max_steps={options.steps}",
-        f"--data.path={Path('data/shakespeare').resolve()}",
+        str(ROOT / "train_gpt.py"), *SETTINGS, f"--train.max_steps={options.steps}",
+        f"--data.path={ROOT / 'data/shakespeare'}",
     ]  # fmt: skip
     launch = [
         sys.executable, "-m", "mingpt.launch", f"--nnodes=1:{options.nodes}",

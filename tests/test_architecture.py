@@ -49,7 +49,7 @@ IMPORTS: dict[str, set[str]] = {
 IMPORTS["train_gpt"] = set(IMPORTS)  # train_gpt.py puts everything together
 
 COMMANDS = {"train_gpt", "chaos", "launch", "sample", "snapshot", "prepare", "interop"}  # they may print
-ENVIRONMENT = {"distributed", "launch"}  # they may read and set environment variables
+ENVIRONMENT = {"distributed", "launch", "chaos"}  # they may read and set environment variables
 UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
 SOURCES = [*ROOT.glob("mingpt/**/*.py"), *ROOT.glob("data/*/prepare.py"), ROOT / "train_gpt.py"]
