@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 DEFAULT_FOLDER = Path("/dev/shm")
 _PAGE = 4096  # bytes
 _HEADERS = 3  # pages at the start of a file
+_ROOM = 1 << 16  # bytes; in whole ones, so that a later process has slots of the same size
 _FILES = 100  # most that one run may have on one machine
 _MAGIC = b"mingptR1"
 _LAYOUT = struct.Struct("<8s64s6Q")  # magic, run id, then the numbers of `_Header` in their order
@@ -112,12 +113,12 @@ class Slots:
 
     @classmethod
     def open(cls, ram_dir: Path | None, run_id: str, size: int) -> Self:
-        """Slots for images of `size` bytes (and a page more, for longer numbers in their headers).
+        """Slots for images of about `size` bytes: numbers in them may become longer.
 
         In the first file of the run in `ram_dir` that no living process writes, whose images stay until newer ones are
         there, or a new one. In memory alone where `ram_dir` is None or, with a warning, has too little space.
         """
-        capacity = (size + _PAGE) // _PAGE * _PAGE + _PAGE
+        capacity = (size // _ROOM + 2) * _ROOM
         return cls(run_id, capacity, _take_file(ram_dir, run_id, capacity) if ram_dir else None)
 
     def begin(
@@ -165,15 +166,17 @@ class Slots:
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._whole().data_ptr())
             self._registered = False
-        self._places = []
+        self._copying = self._committing = None
+        self._places = []  # the memory goes with the last view of it
         if self._file:
             self._file.unlock()
+            self._file = None
 
     def remove(self) -> None:
         """Closes, and removes every file of the run that no other process writes: the run has ended."""
+        ram_dir = self._file.path.parent if self._file else None
         self.close()
-        if self._file:
-            remove_files(self._file.path.parent, self.run_id)
+        remove_files(ram_dir, self.run_id)
 
     def _free(self) -> int:
         """The slot to write into. Where only the newest is not pinned, that one: the pinned one is valid meanwhile."""
@@ -192,7 +195,7 @@ class Slots:
             self._stream.synchronize()
         else:
             data = encode(tensors, metadata, place)
-        assert data.data_ptr() == place.data_ptr(), "an image's size changes by less than a page"
+        assert data.data_ptr() == place.data_ptr(), "an image's size changes by some digits only"
         self.thread_seconds += time.thread_time() - started
         return data, sound()
 
@@ -256,9 +259,10 @@ def folder(ram_image: str, ram_dir: str | None) -> Path | None:
     place = Path(ram_dir).expanduser() if ram_dir else DEFAULT_FOLDER
     if ram_image == "off":
         return None
-    if ram_dir and not place.is_dir():
-        log.warning("no RAM images: elastic.ram_dir=%s is no folder here", ram_dir)
-    return place if place.is_dir() else None
+    usable = place.is_dir() and os.access(place, os.W_OK)
+    if ram_dir and not usable:
+        log.warning("warning: no RAM images: elastic.ram_dir=%s is no folder here that we may write to", ram_dir)
+    return place if usable else None
 
 
 def newest_image(ram_dir: Path | None, run_id: str) -> tuple[tuple[int, int], Image] | None:
@@ -342,8 +346,8 @@ def _lock(path: Path, flags: int) -> int | None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file), path.stat()):  # else it was removed while we opened it
                 return file
-    except OSError as error:
-        log.info("leaving %s alone: %s", path, error)
+    except OSError:  # in use, or not ours
+        pass
     if file >= 0:
         os.close(file)
     return None
@@ -362,7 +366,7 @@ def _take_file(ram_dir: Path, run_id: str, capacity: int) -> _File | None:
         path.unlink()
         os.close(lock)
         break
-    needed, free = _HEADERS * _PAGE + 2 * capacity, min(_free_bytes(ram_dir), _available_memory())
+    needed, free = _HEADERS * _PAGE + 2 * capacity, min(_free_bytes(ram_dir), _memory_to_take())
     log.warning(
         "warning: no RAM images: %s has %s bytes free, %s are needed (elastic.ram_dir); a kill costs the steps since "
         "the last snapshot", ram_dir, f"{free:,}", f"{needed:,}",
@@ -378,7 +382,7 @@ def _allocate(file: int, capacity: int) -> int:
     os.ftruncate(file, 0)
     for slots in (3, 2):
         size = _HEADERS * _PAGE + slots * capacity
-        if size > _available_memory() // 2:
+        if size > _memory_to_take():
             continue
         # Now, and not by SIGBUS when the first image is written.
         with suppress(OSError):
@@ -396,10 +400,10 @@ def _free_bytes(folder: Path) -> int:
     return facts.f_bavail * facts.f_frsize
 
 
-def _available_memory() -> int:
-    """What this machine can give to processes, in bytes; all it has where the kernel does not tell."""
+def _memory_to_take() -> int:
+    """Half of what this machine can give to processes, in bytes: the training needs some, and others do."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError):
-        found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
-        if found:
-            return int(found[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if found := re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii")):
+            available = int(found[1]) * 1024
+    return available // 2

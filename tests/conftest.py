@@ -94,6 +94,7 @@ class Runs:
         self.folder = folder
         self.started: list[subprocess.Popen[str]] = []
         (folder / "text.txt").write_text(text(), encoding="utf-8")
+        (folder / "ram").mkdir()  # what is killed leaves nothing in /dev/shm
         (folder / "small.yaml").write_text(SMALL, encoding="utf-8")
 
     def command(self, *overrides: str, ranks: int = 1, launcher: str = "python") -> list[str]:
@@ -140,6 +141,7 @@ data: {path: text.txt}
 optim: {warmup_steps: 5}
 train: {max_steps: 40, global_batch_size: 12, micro_batch_size: 2, eval_interval: 20, num_threads: 1}
 snapshot: {save_interval: 10}
+elastic: {ram_dir: ram}
 log: {interval: 1}
 """
 

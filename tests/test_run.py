@@ -112,8 +112,7 @@ def test_ranks_without_cells_are_told_how_to_be_of_use(runs: Runs) -> None:
 
 
 def test_kill_9_leaves_an_image_in_memory_of_a_second_or_a_step_ago(runs: Runs) -> None:
-    (runs.folder / "ram").mkdir()
-    process = runs.start("--train.max_steps=100000", "--train.eval_interval=0", "--elastic.ram_dir=ram")
+    process = runs.start("--train.max_steps=100000", "--train.eval_interval=0")
     kill_at(process, 60)
     run_id = json.loads((runs.folder / "runs/small/run.json").read_text(encoding="utf-8"))["run_id"]
     newest = newest_image(runs.folder / "ram", run_id)
@@ -123,7 +122,7 @@ def test_kill_9_leaves_an_image_in_memory_of_a_second_or_a_step_ago(runs: Runs) 
     assert image.metadata["config"]["name"] == "small"
     times = {row["step"]: row["time"] for row in runs.rows() if "train/loss" in row}
     assert step >= max(times) - 1 or times[max(times)] - times[step] < 1.2
-    runs("--train.max_steps=100", "--snapshot.resume=must", "--elastic.ram_dir=ram")
+    runs("--train.max_steps=100", "--snapshot.resume=must")
     assert os.listdir(runs.folder / "ram") == [], "the run has ended"
 
 
