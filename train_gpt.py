@@ -302,7 +302,7 @@ def find_start(
                     f"{CURE}"
                 )
             if run.generation > 1:
-                log.warning("this run ended before its first snapshot: starting over at step 0")
+                log.warning("nothing tells that this run was ever saved: starting over at step 0")
             if config.snapshot.resume == "must":
                 raise ValueError(f"snapshot.resume=must, but no snapshot is in {uri}; take resume=auto")
             if config.snapshot.init_from:

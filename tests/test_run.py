@@ -304,7 +304,7 @@ def test_unreadable_snapshots_are_not_a_fresh_start(runs: Runs) -> None:
 def test_a_run_that_was_killed_before_its_first_snapshot_starts_over(runs: Runs) -> None:
     kill_at(runs.start("--snapshot.save_interval=0", "--train.eval_interval=0"), 3)
     output = runs("--snapshot.save_interval=0", "--train.eval_interval=0", "--train.max_steps=12")
-    assert "ended before its first snapshot: starting over at step 0" in output
+    assert "nothing tells that this run was ever saved: starting over at step 0" in output
     assert "generation 2" in output
 
 
