@@ -121,7 +121,9 @@ def find_newest(world: World, snapshots: Snapshots, ram_dir: Path | None) -> Fou
                     "NOT USED: %s, of step %d but of generation %d: generation %d went on without it, to step %d",
                     other, other.step, other.generation, holding.generation, holding.step,
                 )  # fmt: skip
-            return Found(holding, metadata, opened[0] if opened else None, manifests.get(holding.uri))
+            if not opened:  # another rank's, though a file of the same name may be here
+                return Found(holding, metadata, None, None)
+            return Found(holding, metadata, opened[0], manifests.get(holding.uri))
     there = [f"rank {rank} ({hosts[rank]})" for rank, report in enumerate(reports) if report["snapshots"]]
     if there:
         raise ValueError(

@@ -197,8 +197,7 @@ def look_for_runs(out_dir: Path, store: Store | None, saved: Iterable[tuple[str,
 
 
 def open_run(nodes: Mapping[str, Mapping[str, Any]]) -> Run:
-    """Finds which run it is that all `nodes` tell of (`look_for_runs`, by their names), or mints one; the next
-    generation.
+    """The run that `nodes` (`look_for_runs`, by their names) tell of, or a new one; its next generation.
 
     Raises ValueError where they tell of different runs, naming who does of which.
     """
@@ -226,14 +225,17 @@ def open_run(nodes: Mapping[str, Mapping[str, Any]]) -> Run:
             "snapshot.uri"
         )
     run_id = next(iter(found), secrets.token_hex(8))
-    known, saved_in = [0], ""
-    for node in nodes.values():
-        records = [record for record in node["records"] if record["run_id"] == run_id]
-        generations = [generation for other, generation in node["saved"] if other == run_id]
-        known += [node["held"], *generations, *(record["generation"] for record in records)]
-        saved_in = saved_in or next((record["saved_in"] for record in records if record["saved_in"]), "")
-        saved_in = saved_in or (node["store"] if generations else "")
-    return Run(run_id, 1 + max(known), saved_in)
+    saved_in = [record["saved_in"] for node in nodes.values() for record in node["records"]]
+    saved_in += [node["store"] for node in nodes.values() if run_id in [other for other, _ in node["saved"]]]
+    known = max(last_generation(run_id, node) for node in nodes.values())
+    return Run(run_id, 1 + known, next(filter(None, saved_in), ""))
+
+
+def last_generation(run_id: str, node: Mapping[str, Any]) -> int:
+    """The highest one of the run, or of the lease, that `node` (`look_for_runs`) tells of; 0 for none."""
+    known: list[int] = [node["held"], *(generation for other, generation in node["saved"] if other == run_id)]
+    known += [record["generation"] for record in node["records"] if record["run_id"] == run_id]
+    return max(known)
 
 
 def record_run(run: Run, out_dir: Path, store: Store | None, facts: Mapping[str, object]) -> None:

@@ -27,7 +27,16 @@ from torch import Tensor
 
 from mingpt.faults import redact
 from mingpt.image import Image, decode, read_metadata, sha256s
-from mingpt.lease import Lease, Run, TakenOverError, look_for_runs, open_run, read_record, record_run
+from mingpt.lease import (
+    Lease,
+    Run,
+    TakenOverError,
+    last_generation,
+    look_for_runs,
+    open_run,
+    read_record,
+    record_run,
+)
 from mingpt.model import GPT, GPTConfig
 from mingpt.remote import open_store
 from mingpt.slots import Slots
@@ -89,8 +98,8 @@ class Snapshots:
         lease = Lease(self.store, run.generation)
         lease.wait()
         now = look_around(out_dir, self.store)
-        # Not less, since other nodes may know of later formations than is written here.
-        overtaken = open_run({"": now}).generation > run.generation
+        # Less is no sign of it: other nodes may know of later formations than is written here.
+        overtaken = last_generation(run.run_id, now) >= run.generation
         replaced = any(record["run_id"] != run.run_id for record in now["records"])
         if overtaken or replaced or self._found not in (None, self.all()):
             raise ValueError(f"another start of this run was faster in {self.store.uri}: start again to go on")

@@ -294,3 +294,29 @@ def test_a_run_keeps_its_name_and_counts_its_generations(tmp_path: Path) -> None
     (out / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"run\.json is damaged"):
         find_run(out, store)
+
+
+def test_a_run_that_other_nodes_know_of_is_taken_whatever_little_is_known_here(tmp_path: Path) -> None:
+    out, store = tmp_path / "out", open_store(str(tmp_path / "snapshots"))
+    out.mkdir()
+    (out / "run.json").write_text("{")
+    ours = snapshots(tmp_path / "snapshots", "us")
+    ours.claim(Run("us", 8), out, {})
+    ours.release()
+    assert find_run(out, store) == Run("us", 9)
+    record_run(Run("them", 1), out, store, {})
+    with pytest.raises(ValueError, match="another start of this run was faster"):
+        ours.claim(Run("us", 9), out, {})
+
+
+def test_the_first_save_is_proof_that_there_was_one(tmp_path: Path) -> None:
+    out, store = tmp_path / "out", open_store(str(tmp_path / "snapshots"))
+    run = find_run(out, store)
+    ours = snapshots(tmp_path / "snapshots", run.run_id)
+    ours.claim(run, out, {"name": "x"})
+    assert find_run(out, store).saved_in == ""
+    ours.save(image(1, run.run_id), step=1, generation=1, facts={})
+    ours.release()
+    shutil.rmtree(tmp_path / "snapshots")
+    assert find_run(out, store).saved_in == store.uri
+    assert json.loads((out / "run.json").read_text())["name"] == "x"
