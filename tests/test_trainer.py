@@ -413,16 +413,22 @@ def test_a_full_disk_may_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_slow_save_holds_nothing_up_and_saves_its_own_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
 ) -> None:
-    save, go, steps = Snapshots.save, threading.Event(), []
+    save, go, saved, steps = Snapshots.save, threading.Event(), threading.Event(), []
 
     def slow(self: Snapshots, data: Tensor, **kwargs: Any) -> Any:
         assert go.wait(60)
         steps.append(kwargs["step"])
-        return save(self, data, **kwargs)
+        manifest = save(self, data, **kwargs)
+        saved.set()
+        return manifest
+
+    def release() -> None:
+        go.set()
+        assert saved.wait(60)
 
     monkeypatch.setattr(Snapshots, "save", slow)
     settings: dict[str, Any] = {"save_interval": 5, "eval_interval": 0, "max_steps": 23}
-    metrics = Recorder({18: go.set})  # the save of step 5 is on its way until then
+    metrics = Recorder({18: release})  # the save of step 5 is on its way until then
     ours = snapshots(tmp_path / "slow", "us", keep_last=9)
     if in_memory:
         monkeypatch.setattr(_Cadence, "is_due", lambda *_: True)
