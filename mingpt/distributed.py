@@ -205,7 +205,7 @@ def connect(world: World, hello: Mapping[str, object], timeout_seconds: float) -
         return
     try:
         _connect(world, hello, timedelta(seconds=timeout_seconds * _START_PATIENCE))
-    except dist.DistError as error:
+    except RuntimeError as error:  # of the store, or of gloo, which has no kind of its own
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = (str(error).splitlines() or [""])[0]
         raise ConnectionError(
@@ -283,7 +283,10 @@ class Beat:
         self._now, self._leaving, self._lost = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
         if world.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            try:
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            except RuntimeError as error:
+                raise ConnectionError(f"rank {world.rank} did not meet the others: {error}") from error
             self._thread.start()
 
     def is_lost(self) -> bool:

@@ -9,10 +9,12 @@ SIGTERM and Ctrl-C into an agreed stop (exit code 75) of this node's workers, wi
 
 import argparse
 import ctypes
+import fcntl
 import os
 import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -60,7 +62,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "separated by commas; or a file on a disk that all share",
     )  # fmt: skip
     parser.add_argument("--rdzv-id", "--rdzv_id", default="mingpt", metavar="NAME", help="the job (%(default)s)")
-    parser.add_argument("--local-addr", "--local_addr", metavar="ADDRESS", help="of this node, for the others")
+    parser.add_argument(
+        "--local-addr", "--local_addr", metavar="ADDRESS", help="of this node, for the others (by which it gets there)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command and leave")
     parser.add_argument("script", help="train_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -77,6 +81,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for endpoint in options.endpoints:
         if endpoint and "/" not in endpoint and not endpoint.rpartition(":")[2].isdecimal():
             parser.error(f"--rdzv-endpoint={endpoint}: expected HOST:PORT, or the path of a file")
+    options.local_addr = options.local_addr or _local_address(options.endpoints[0])
     if not Path(options.script).is_file():
         parser.error(f"{options.script}: no such file")
     return options
@@ -115,6 +120,10 @@ class Launcher:
         self._notes = Notes(folder)
         self._environment = {**os.environ, **_ENVIRONMENT, "MINGPT_LAUNCH": str(folder)}
         self._environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without a word
+        # Else gloo and NCCL go by the host's name, which on many hosts stands for 127.0.1.1.
+        if interface := options.local_addr and _interface(options.local_addr):
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                self._environment.setdefault(name, interface)
         self._agent: subprocess.Popen[bytes] | None = None
         self._stopping_since: float | None = None
 
@@ -260,6 +269,37 @@ def _is_local(endpoint: str) -> bool:
                 continue
             return True
     return False
+
+
+def _local_address(endpoint: str) -> str | None:
+    """This node's address on the way to the endpoint; None where that is on this machine alone, or not known."""
+    host, _, port = endpoint.rpartition(":")
+    if not host or "/" in endpoint:
+        return None
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            mine = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None if mine.startswith("127.") or mine == "::1" else mine
+
+
+def _interface(address: str) -> str | None:
+    """The network interface that has an IPv4 address. On Linux."""
+    if sys.platform != "linux":
+        return None
+    siocgifaddr = 0x8915
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", name.encode()))[20:24]
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(found) == address:
+                return name
+    return None
 
 
 def _tell_loop(failures: Sequence[dict[str, object]], starts: int) -> int:
