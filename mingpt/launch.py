@@ -120,6 +120,7 @@ class Launcher:
         self._notes = Notes(folder)
         self._environment = {**os.environ, **_ENVIRONMENT, "MINGPT_LAUNCH": str(folder)}
         self._environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without a word
+        self._environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a store that dies is a page of addresses
         # Else gloo and NCCL go by the host's name, which on many hosts stands for 127.0.1.1.
         if interface := options.local_addr and _interface(options.local_addr):
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
