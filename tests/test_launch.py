@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Runs, free_port, read_until_step
+from conftest import ROOT, Runs, free_port
 
 from mingpt.elastic import STOP_EXIT_CODE, Notes
 from mingpt.launch import main
@@ -230,7 +230,7 @@ def deaf(grace: float, seconds: float) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_signal_is_seen_where_no_handler_runs() -> None:
-    seen = min(float(deaf(60, 2).stdout) for _ in range(3))  # of a machine that is busy with others, the best
+    seen = min(float(deaf(60, 2).stdout) for _ in range(2))  # of a machine that is busy with others, the best
     assert seen < 0.01
 
 
@@ -272,30 +272,6 @@ def test_settings_that_will_hurt_are_told_under_plain_torchrun(runs: Runs) -> No
 
 
 # Longer ones, for `make proof`
-
-
-@pytest.mark.slow
-def test_under_plain_torchrun_a_bad_newcomer_takes_its_agent_with_it(nodes: Nodes) -> None:
-    words = ["--nnodes=1:2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--max-restarts=99"]
-    agents = []
-    for host, interval in ((1, "1"), (0, "2")):
-        conf = f"--rdzv-conf=is_host={host},last_call_timeout=1,keep_alive_interval=1"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *words, conf, str(ROOT / "train_gpt.py"), "small.yaml",
-             *overrides(log__interval=interval)],
-            cwd=nodes.runs.folder, env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        nodes.runs.started.append(process)
-        agents.append(process)
-        if host:
-            nodes.said += read_until_step(process, 5).splitlines(keepends=True)
-    said, _ = agents[1].communicate(timeout=120)
-    assert "log.interval is " in said and agents[1].returncode
-    read_until_step(agents[0], 6)
-    agents[0].send_signal(signal.SIGTERM)
-    agents[0].communicate(timeout=60)
-    nodes.check()
 
 
 @pytest.mark.slow
