@@ -510,7 +510,7 @@ def report(error: Exception, rank: int) -> int:
 
     Rank 0 speaks for all; another rank only where rank 0 did not end the run by then.
     """
-    if rank and not isinstance(error, ConnectionError):
+    if rank and not isinstance(error, ConnectionError | UnlikeError):
         time.sleep(3)
     problems = error.problems if isinstance(error, ConfigError) else [" ".join(told(error).split())]
     for problem in problems:

@@ -275,6 +275,32 @@ def test_settings_that_will_hurt_are_told_under_plain_torchrun(runs: Runs) -> No
 
 
 @pytest.mark.slow
+def test_under_plain_torchrun_a_bad_newcomer_takes_its_agent_with_it(nodes: Nodes) -> None:
+    words = ["--nnodes=1:2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--max-restarts=99"]
+    agents = []
+    for host, interval in ((1, "1"), (0, "2")):
+        conf = f"--rdzv-conf=is_host={host},last_call_timeout=1,keep_alive_interval=1"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words, conf, str(ROOT / "train_gpt.py"), "small.yaml",
+             *overrides(log__interval=interval)],
+            cwd=nodes.runs.folder, env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        nodes.runs.started.append(process)
+        agents.append(process)
+        if host:
+            assert process.stdout
+            threading.Thread(target=nodes.said.extend, args=(process.stdout,), daemon=True).start()
+            nodes.wait(r"^step +5/")
+    said, _ = agents[1].communicate(timeout=120)
+    assert "log.interval is " in said and agents[1].returncode
+    nodes.wait_for_world(1, len(nodes.said))
+    agents[0].send_signal(signal.SIGTERM)
+    agents[0].wait(60)
+    nodes.check()
+
+
+@pytest.mark.slow
 def test_agents_and_the_rendezvous_host_die(nodes: Nodes) -> None:
     first, second = nodes.start(), nodes.start()
     said = nodes.wait_for_world(2)
