@@ -422,6 +422,7 @@ class Trainer:
             "perf/tokens_per_second": rate,
             "perf/step_seconds": seconds / steps,
             **kept,
+            "elastic/ram_image_interval": self._cadence.every if self.slots and self.slots.shared else 0,
             "data/samples_seen": self.grid.samples_seen(self.step),
             "data/epoch": self.grid.epoch(self.step),
             "elastic/world_size": self.world.world_size,
@@ -493,8 +494,7 @@ class Trainer:
             slots.begin(tensors, self._image, sound=lambda: int(self._broken_seen) < 0)
         # On CPUs a copy beside the training takes from it too, at most what it computes.
         beside = slots.thread_seconds if self.world.device.type == "cpu" else 0.0
-        if self._cadence.note(self.step, now, self._cost + beside):
-            log.info("an image in memory every %d step(s)", self._cadence.every)
+        self._cadence.note(self.step, now, self._cost + beside)
 
     def _finish_image(self) -> None:
         """Waits for the copy, before the state changes; then it can be saved."""
@@ -710,19 +710,18 @@ class _Cadence:
         after_it = now + (median(self._steps) if self._steps else 0.0)
         return step - self._image[0] >= self.every or after_it - self._image[1] > IMAGE_SECONDS
 
-    def note(self, step: int, now: float, cost: float) -> bool:
-        """An image of `step` begins; `cost`: the seconds that all so far took. True where `every` changes."""
+    def note(self, step: int, now: float, cost: float) -> None:
+        """An image of `step` begins; `cost`: the seconds that all so far took."""
         last, self._image = self._image, (step, now, cost)
         if last is None or step == last[0]:
-            return False
+            return
         self._costs.append(cost - last[2])
         self._steps.append((now - last[1]) / (step - last[0]))
-        cost, seconds, before = median(self._costs), median(self._steps), self.every
+        cost, seconds = median(self._costs), median(self._steps)
         # An image is committed a little after its step, so a kill may cost one step more.
         fitting = [2**i for i in range(20) if (2**i + 1) * seconds <= IMAGE_SECONDS] or [1]
         enough, plenty = (
             next((every for every in fitting if cost <= share * every * seconds), fitting[-1])
             for share in (IMAGE_SHARE, IMAGE_SHARE / 2)
         )
-        self.every = max(enough, min(before, plenty))
-        return self.every != before
+        self.every = max(enough, min(self.every, plenty))
