@@ -14,7 +14,7 @@ RUN = $(firstword $(call setting,snapshot.uri) $(call setting,out_dir) $(call se
 WORKERS = $(shell $(VENV)/bin/python -c "import torch; print(min(4, torch.cuda.device_count() or \
 	(1 if torch.backends.mps.is_available() else torch.get_num_threads())))")
 
-.PHONY: train test proof store-check check gpu-check clean
+.PHONY: train test demo soak proof store-check check gpu-check clean
 
 train: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc_per_node=$(WORKERS) train_gpt.py \
@@ -23,6 +23,13 @@ train: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -q --numprocesses=2 --dist=worksteal $(ARGS)
+
+# Faults at random on a small run, and what they cost: some in two minutes, or so many that none is left untried.
+demo: $(VENV)/installed
+	$(VENV)/bin/python -m mingpt.chaos $(ARGS)
+
+soak: $(VENV)/installed
+	$(VENV)/bin/python -m mingpt.chaos --faults=200 --steps=2500 --nodes=3 --nproc-per-node=2 $(ARGS)
 
 # The longer proofs: kills at any moment, world sizes, clean exits, compiling, nodes that die or are cut off.
 proof: $(VENV)/installed-dev

@@ -11,7 +11,6 @@ from mingpt import distributed  # first: it does what cannot wait until torch is
 
 # isort: split
 import hashlib
-import json
 import logging
 import shlex
 import sys
@@ -26,7 +25,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import mingpt
-from mingpt import election, metrics, slots, snapshot, storage
+from mingpt import election, metrics, newcomer, slots, snapshot, storage
 from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
 from mingpt.corpus import open_corpus
 from mingpt.data import Validation
@@ -35,7 +34,7 @@ from mingpt.elastic import STOP_EXIT_CODE, Notes, StopSignals
 from mingpt.election import Found
 from mingpt.faults import redact
 from mingpt.grid import Grid, mix, share
-from mingpt.lease import BEAT_SECONDS, Run, TakenOverError, read_holder, record_run
+from mingpt.lease import Run, TakenOverError, record_run
 from mingpt.model import GPT, GPTConfig, check_causal
 from mingpt.remote import open_store
 from mingpt.resume import CURE, changes_on_resume
@@ -97,13 +96,16 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
         "data.fingerprint": digest(corpus.fingerprint, n_train),
     }
     hardware = distributed.hardware(world.device)
+    store = open_store(config.snapshot_uri)
     if preflight:
-        check_newcomer(config, description)
+        newcomer.check(
+            config.name, config.run_dir, store, description, config.snapshot.resume, shared(config, description)
+        )
         return 0
     distributed.seed_process(mix(config.seed))
     model = GPT(shape).to(world.device)
     self_check(model, grid, corpus.tokens[n_train:], max_steps, config)
-    connect(world, config, description, hardware)
+    connect(world, config, store, description, hardware)
     beat = distributed.Beat(world, config.elastic.timeout_seconds)
     notes.mark("start")
     trainer: Trainer | None = None
@@ -112,7 +114,7 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
         with StopSignals(config.elastic.grace_seconds, notes) as signals:
             # Which run it continues, and from where: every node tells what it knows and has.
             ram_dir = slots.folder(config.elastic.ram_image, config.elastic.ram_dir)
-            run, snapshots = open_run(world, config, ram_dir)
+            run, snapshots = open_run(world, config, store, ram_dir)
             found, start = find_start(world, config, run, snapshots, ram_dir, model, corpus, description, hardware)
             if found and found.is_kept and start["step"] >= max_steps:
                 log.info(
@@ -195,18 +197,24 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
         notes.mark("stopped")
 
 
-def connect(world: World, config: Config, description: dict[str, Any], hardware: str) -> None:
+def shared(config: Config, description: dict[str, Any]) -> dict[str, Any]:
+    """What all ranks of a world have in common."""
+    # Threads change bits, which only exact mode promises.
+    own = () if config.train.reduction == "exact" else ("train.num_threads",)
+    return {key: value for key, value in {**description, **versions()}.items() if key not in own}
+
+
+def connect(world: World, config: Config, store: Store, description: dict[str, Any], hardware: str) -> None:
     """Makes the process group, once all ranks have shown that they are about to do the same."""
-    hello = {**description, **versions(), "device": world.device.type}
+    ours = shared(config, description)
+    hello = {**ours, "device": world.device.type}
     if config.train.reduction == "exact":
         hello["hardware (which exact reduction needs equal)"] = hardware
-    else:
-        del hello["train.num_threads"]
     try:
         distributed.connect(world, hello, config.elastic.timeout_seconds)
     except UnlikeError as error:
         # Whoever is not as the run was begun is the one to go; the others form the world without it.
-        if newcomer_problem(config, description) is None and recorded(config) is not None:
+        if newcomer.is_as_recorded(config.run_dir, store, ours):
             raise ConnectionError(f"{error}; this rank is as the run's run.json says and goes on without") from error
         raise
 
@@ -216,60 +224,10 @@ def versions() -> dict[str, str]:
     return {"mingpt": f"{mingpt.__version__}, code {code_fingerprint()}", "torch": torch.__version__}
 
 
-def recorded(config: Config) -> dict[str, Any] | None:
-    """The run's run.json, of this node's run folder or of the snapshots' store; None where there is none yet."""
-    for store in (storage.LocalStore(config.run_dir), open_store(config.snapshot_uri)):
-        try:
-            record = json.loads(store.read("run.json"))
-        except (FileNotFoundError, ValueError):  # a damaged one is told of where it is needed
-            continue
-        if isinstance(record, dict):
-            return record
-    return None
-
-
-def newcomer_problem(config: Config, description: dict[str, Any]) -> str | None:
-    """In what this start is not as the run was when it was started last; None where it is, or where there is no run."""
-    record = recorded(config) or {}
-    theirs, ours = {**record.get("config", {}), **record.get("versions", {})}, {**description, **versions()}
-    if config.train.reduction != "exact":
-        ours.pop("train.num_threads")
-    different = [
-        f"{key} is {theirs.get(key)} there and {ours[key]} here" for key in ours if theirs.get(key) != ours[key]
-    ]
-    return "; ".join(different) if theirs and different else None
-
-
-def check_newcomer(config: Config, description: dict[str, Any]) -> None:
-    """Before the ranks are met: raises ValueError or OSError for a start that would be of no use to them.
-
-    A run that stands may be gone on with by other versions and operational settings, one that is alive may not.
-    """
-    store = open_store(config.snapshot_uri)
-    store.probe()
-    if saved := snapshot.read_manifests(store):
-        changes_on_resume(saved[0].facts["config"], description, config.snapshot.resume)
-    problem = newcomer_problem(config, description)
-    if problem and is_alive(store):
-        raise ValueError(f"the run {config.name} is being trained, and this start is not like it: {problem}")
-
-
-def is_alive(store: Store) -> bool:
-    """Whether the run's lease is being renewed."""
-    first = read_holder(store)
-    for _ in range(round(2 * BEAT_SECONDS / 0.25)):
-        now = read_holder(store)
-        if now is None or now.is_gone():
-            return False
-        if now != first:
-            return True
-        time.sleep(0.25)
-    return False
-
-
-def open_run(world: World, config: Config, ram_dir: Path | None) -> tuple[Run, Snapshots]:
+def open_run(world: World, config: Config, store: Store, ram_dir: Path | None) -> tuple[Run, Snapshots]:
     """The run that all nodes know of, or a new one, and its snapshots in the store that this world writes into."""
-    store = open_store(config.snapshot_uri)
+    if storage.is_remote(config.snapshot_uri):  # a server that is down is told of in seconds; else a run waits longer
+        distributed.decide(world, store.probe)
     run = election.agree_on_run(world, config.run_dir, store, ram_dir)
     return run, Snapshots(store, run.run_id, config.snapshot.keep_last, config.snapshot.keep_interval)
 

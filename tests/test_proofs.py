@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+import shutil
 import signal
 import time
 
@@ -62,6 +63,18 @@ def test_one_hash_at_any_number_of_ranks_under_torchrun(runs: Runs, dtype: str) 
             hashes[name] = runs.manifest(name)["state_sha256"]
     assert len({hashes[f"exact{ranks}"] for ranks in (1, 2, 3, 5, 7)}) == 1
     assert len(set(hashes.values())) > 2, "the control: float sums differ"
+
+
+@pytest.mark.timeout(600)
+def test_an_image_of_four_ranks_goes_on_with_any_number(runs: Runs) -> None:
+    constant = "--optim.schedule=constant"
+    runs("--name=calm", "--train.max_steps=30", constant)
+    runs("--name=four", "--train.max_steps=20", constant, ranks=4, launcher="torchrun")
+    for ranks in (1, 3, 5):
+        shutil.copytree(runs.folder / "runs/four", runs.folder / f"runs/{ranks}")
+        output = runs(f"--name={ranks}", "--train.max_steps=30", constant, ranks=ranks, launcher="torchrun")
+        assert "going on at step 20 of 30" in output
+        assert runs.losses(str(ranks)) == pytest.approx(runs.losses("calm"), rel=1e-4)
 
 
 def test_compiled_training_is_the_same_within_tolerance(runs: Runs) -> None:

@@ -302,10 +302,22 @@ def test_unreadable_snapshots_are_not_a_fresh_start(runs: Runs) -> None:
 
 
 def test_a_run_that_was_killed_before_its_first_snapshot_starts_over(runs: Runs) -> None:
-    kill_at(runs.start("--snapshot.save_interval=0", "--train.eval_interval=0"), 3)
-    output = runs("--snapshot.save_interval=0", "--train.eval_interval=0", "--train.max_steps=12")
+    settings = ["--snapshot.save_interval=0", "--train.eval_interval=0", "--elastic.ram_image=off"]
+    kill_at(runs.start(*settings), 3)
+    output = runs(*settings, "--train.max_steps=12")
     assert "nothing tells that this run was ever saved: starting over at step 0" in output
     assert "generation 2" in output
+
+
+def test_a_run_that_was_killed_goes_on_from_memory_where_nothing_else_is(runs: Runs) -> None:
+    settings = ["--snapshot.save_interval=0", "--train.eval_interval=0", "--train.max_steps=1000"]
+    said = kill_at(runs.start(*settings), 30)
+    done = int(re.findall(r"^step +(\d+)/", said, re.M)[-1])
+    second = sum(row["time"] > runs.rows()[-1]["time"] - 1 for row in runs.rows() if "train/loss" in row)
+    output = read_until_step(runs.start(*settings), 1)
+    assert "going on from the image in memory of rank 0" in output
+    (start,) = re.findall(r"going on at step (\d+) of 1000", output)
+    assert done - max(1, second) <= int(start) <= done + 1
 
 
 def test_snapshots_elsewhere_are_named_where_they_are(runs: Runs) -> None:

@@ -30,6 +30,7 @@ from conftest import Runs, read_until_step
 
 import train_gpt
 from mingpt import interop, prepare, remote, sample, snapshot, storage
+from mingpt.elastic import Notes
 from mingpt.faults import redact
 from mingpt.remote import RemoteStore, open_store
 from mingpt.storage import Store
@@ -399,7 +400,7 @@ def test_no_command_tells_the_secret_of_a_uri(
     Path("text.txt").write_text("some text " * 100)
     train = ["--device=cpu", "--data.path=text.txt", "--train.max_steps=1"]
     commands: list[tuple[Callable[[list[str]], int], list[str]]] = [
-        (train_gpt.train, [*train, f"--data.path={uri}"]),
+        (lambda argv: train_gpt.train(argv, Notes(None)), [*train, f"--data.path={uri}"]),
         (snapshot.main, ["verify", uri]),
         (sample.main, [uri]),
         (interop.main, ["import", uri, "--out=out"]),

@@ -435,7 +435,7 @@ def test_a_slow_save_holds_nothing_up_and_saves_its_own_step(
         settings["ram_dir"] = folder(tmp_path, "ram")
     trainer(snapshots=ours, metrics=metrics, **settings).fit()
     assert steps[0] == 5
-    assert 18 < steps[1] <= 20, "what was due meanwhile is made up for at once"
+    assert 18 <= steps[1] <= 20, "what was due meanwhile is made up for at once"
     assert steps[-1] == 23
     monkeypatch.undo()
     trainer(snapshots=snapshots(tmp_path / "fast", "us", keep_last=9), **settings).fit()
