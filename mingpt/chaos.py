@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +36,8 @@ PATIENCE_SECONDS = 120.0  # for the next step after a fault
 SAVE_INTERVAL = 50  # steps from one durable snapshot to the next: what a power failure may cost
 SETTINGS = (
     "--name=chaos", "--device=cpu", "--train.reduction=exact", "--train.num_threads=1", "--model.preset=null",
-    "--model.n_layer=4", "--model.n_head=4", "--model.n_embd=128", "--model.block_size=64", "--model.dropout=0.1",
-    "--train.global_batch_size=12", "--train.micro_batch_size=1", "--train.eval_interval=0", "--log.interval=1",
+    "--model.n_layer=2", "--model.n_head=2", "--model.n_embd=64", "--model.block_size=64", "--model.dropout=0.1",
+    "--train.global_batch_size=24", "--train.micro_batch_size=4", "--train.eval_interval=0", "--log.interval=1",
     f"--snapshot.save_interval={SAVE_INTERVAL}", "--elastic.ram_dir=memory", "--elastic.timeout_seconds=15",
 )  # fmt: skip
 
@@ -106,6 +107,7 @@ class Cluster:
         self.rows: list[dict[str, Any]] = []  # of every step that was done, in order of time
         self._folder, self._command, self._most, self._rng = folder, command, most, rng
         self._born = 0
+        self._done: Counter[str] = Counter()
 
     def join(self) -> bool:
         self.nodes.append(Node(self._folder / f"node{self._born}", self._command))
@@ -135,9 +137,12 @@ class Cluster:
             time.sleep(0.02)
 
     def strike(self) -> Fault:
-        """Does one fault at random, and waits until the run goes on."""
+        """Does one fault, at random of those that were done least, and waits until the run goes on."""
+        self.nodes = [node for node in self.nodes if node.alive]
         faults = self._possible()
-        kind = self._rng.choice(sorted(faults))
+        least = min(self._done[kind] for kind in faults)
+        kind = self._rng.choice(sorted(kind for kind in faults if self._done[kind] == least))
+        self._done[kind] += 1
         deed, bound = faults[kind]
         known, generation = len(self.rows), self.rows[-1]["generation"] + (kind != "worker paused")
         fault = Fault(kind, self.step, bound, struck=time.time())
@@ -240,8 +245,8 @@ def send(pid: int, number: signal.Signals) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m mingpt.chaos`: faults at random on a small run, and what they cost."""
     parser = argparse.ArgumentParser("python -m mingpt.chaos", description=main.__doc__, allow_abbrev=False)
-    parser.add_argument("--faults", type=int, default=10, metavar="N", help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="of the run (%(default)s)")
+    parser.add_argument("--faults", type=int, default=7, metavar="N", help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=300, metavar="N", help="of the run (%(default)s)")
     parser.add_argument("--nodes", type=int, default=2, metavar="N", help="at most (%(default)s)")
     parser.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="workers on each (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the faults (%(default)s)")
@@ -285,7 +290,8 @@ def chaos(options: argparse.Namespace, folder: Path) -> int:
     print(f"{'fault':<14} {'at step':>8} {'nodes':>6} {'steps lost':>11} {'at most':>8} {'seconds':>9}", flush=True)
     began = time.time()
     try:
-        cluster.join()
+        for _ in range(options.nodes):
+            cluster.join()
         apart = max(1, options.steps // (options.faults + 1))  # so that all of them fall into the run
         for number in range(1, options.faults + 1):
             due = number * apart - rng.randrange(math.ceil(apart / 2))
