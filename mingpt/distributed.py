@@ -345,6 +345,13 @@ def all_reduce_sum(tensor: Tensor, world: World) -> None:
         dist.all_reduce(tensor)
 
 
+def any_rank(world: World, flag: bool) -> bool:
+    """Whether any rank's `flag` is true."""
+    count = torch.tensor([int(flag)])
+    all_reduce_sum(count, world)
+    return bool(count)
+
+
 def broadcast(tensor: Tensor, world: World, source: int = 0) -> None:
     """Gives every rank the `tensor` of rank `source`, in place."""
     if world.world_size > 1:

@@ -10,6 +10,7 @@ keep no statistics of the batches (as BatchNorm does, on each rank its own).
 """
 
 import gc
+import itertools
 import logging
 import math
 import time
@@ -64,6 +65,7 @@ _SETTINGS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 }  # fmt: skip
 BAD_IN_A_ROW = 20  # updates that may be skipped one after the other: more are no accident
 SKIPS_LISTED = 64  # the newest ones that the state lists
+STOP_INTERVAL = 8  # cells of an evaluation from one look at the wish to stop to the next
 RETRY_SECONDS = 10.0  # from a save that failed to the next try
 IMAGE_SHARE = 0.02  # of the training that RAM images may take
 IMAGE_SECONDS = 1.0  # of training that a kill may cost, whatever RAM images take; a step where that is longer
@@ -434,7 +436,13 @@ class Trainer:
         """Evaluates the weights at `step`, once, into `row`; whether they are the best so far, and worth keeping."""
         if self.evaluated_step == self.step:
             return False
-        self.val_loss, self.evaluated_step = self.evaluate(), self.step
+        # The last one is not given up: nobody would come back for it.
+        loss = self._mean_loss(self._signals if self.step < self.max_steps else None)
+        if loss is None:
+            self.stopped = True
+            self._signals.settle()
+            return False
+        self.val_loss, self.evaluated_step = loss, self.step
         improved = math.isfinite(self.val_loss) and (self.best_val_loss is None or self.val_loss < self.best_val_loss)
         if improved:
             self.best_val_loss = self.val_loss
@@ -442,15 +450,28 @@ class Trainer:
         row["val/loss"] = self.val_loss
         return improved and self.step > 0
 
-    @torch.inference_mode()
     def evaluate(self) -> float:
         """The mean loss over every validation token: the same at any world size, and each time it is asked for."""
+        loss = self._mean_loss()
+        assert loss is not None
+        return loss
+
+    @torch.inference_mode()
+    def _mean_loss(self, signals: StopSignals | None = None) -> float | None:
+        """As `evaluate`, but None, on every rank, where a stop was wanted before all was read."""
         assert self.validation is not None
         was_training = self.model.training
         self.model.eval()
         means = torch.zeros(len(self.validation), device=self.world.device)
         counts = torch.zeros(len(self.validation), dtype=torch.float64)
-        for i in share(self.world.rank, self.world.world_size, len(self.validation)):
+        mine = share(self.world.rank, self.world.world_size, len(self.validation))
+        longest = math.ceil(len(self.validation) / self.world.world_size)  # the same count of questions on every rank
+        for turn, i in itertools.zip_longest(range(longest), mine):
+            if signals and turn % STOP_INTERVAL == 0 and distributed.any_rank(self.world, signals.wanted):
+                self.model.train(was_training)
+                return None
+            if i is None:
+                break
             idx, targets = self.validation.cell(i, self.world.device)
             with self._autocast():
                 means[i] = loss_of(self.model(idx, targets))

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -277,6 +277,38 @@ def test_a_signal_stops_after_a_step_with_everything_saved(number: int, tmp_path
     assert 7 < stopping.step <= 9
     assert [manifest.facts["step"] for manifest in manifests(tmp_path)] == [stopping.step]
     assert signal.getsignal(number) is before
+
+
+def stop_in_evaluation(folder: str) -> tuple[int, bool]:
+    world = distributed.locate("cpu")
+    distributed.connect(world, {}, timeout_seconds=60)
+    calls = iter(range(10**6))
+
+    class Interrupted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gpt = gpt()
+
+        def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
+            if (
+                not self.training and world.rank == 1 and next(calls) == 30
+            ):  # in the second evaluation, of 25 cells a rank
+                signal.raise_signal(signal.SIGTERM)
+            return cast(tuple[Tensor | None, Tensor | None], self.gpt(idx, targets))
+
+    stopping = Trainer(
+        Interrupted(), TOKENS[:500], TOKENS[500:], block_size=8, global_batch_size=2, micro_batch_size=1, max_steps=30,
+        eval_interval=10, save_interval=0, world=world, snapshots=snapshots(Path(folder), "us"),
+    )  # fmt: skip
+    stopping.fit()
+    distributed.leave()
+    return stopping.step, stopping.stopped
+
+
+def test_a_wish_to_stop_ends_an_evaluation_on_all_ranks(tmp_path: Path) -> None:
+    assert in_world(2, stop_in_evaluation, str(tmp_path)) == [(10, True)] * 2
+    (kept,) = manifests(tmp_path)
+    assert kept.facts["step"] == 10 and kept.facts["val_loss"] is None, "a resume makes up for the evaluation"
 
 
 def test_a_signal_before_the_last_step_does_not_leave_its_end_undone(tmp_path: Path) -> None:
