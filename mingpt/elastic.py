@@ -98,7 +98,7 @@ class Notes:
     """What the workers of a node and their launcher tell each other, in small files of a folder that is the launcher's.
 
     Without a folder (under plain torchrun) nothing is told. `restart` counts the agent's restarts. The launcher reads
-    `failures`, which end in a crash loop, and `verdict`; the workers read whether the launcher `is_stopping`, and when
+    `failures`, which end in a crash loop, and `verdict`; the workers read whether the node `is_leaving`, and when
     things happened before they were started.
     """
 
@@ -164,9 +164,12 @@ class Notes:
         self._append("times", {"what": "rendezvous", "time": when})
 
     @property
-    def is_stopping(self) -> bool:
-        """Whether the launcher was asked to stop: the workers' SIGTERM is no re-forming."""
-        return self._folder is not None and (self._folder / "stopping").exists()
+    def is_leaving(self) -> bool:
+        """Whether a SIGTERM means that this node leaves, for all that is known: under a launcher that was asked to.
+
+        Else its agent only has the world form anew, since another node has come.
+        """
+        return self._folder is None or (self._folder / "stopping").exists()
 
     # The launcher's side
 

@@ -279,9 +279,9 @@ class Saver:
         self._saving = None
         return saving.result()
 
-    def close(self) -> None:
-        """Waits for the save that is on its way."""
-        self._thread.shutdown()
+    def close(self, wait: bool = True) -> None:
+        """Ends the thread, after the save that is on its way where that is to `wait` for."""
+        self._thread.shutdown(wait)
 
 
 def _give_way() -> None:

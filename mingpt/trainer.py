@@ -189,8 +189,9 @@ class Trainer:
         self.compiled = False
         self.last_manifest: Manifest | None = None
         self.stopped = False
+        self._forms_anew = False
 
-        self._control = Control(self.world, ["stop", "broken"])
+        self._control = Control(self.world, ["stop", "leave", "broken"])
         self._loss: Tensor | None = None
         self._grad_norm = torch.zeros((), device=self.world.device)
         # Non-finite gradients in a row, and the update at which there were too many, which the host gets to know of
@@ -237,12 +238,16 @@ class Trainer:
             with nullcontext(signals) if signals else StopSignals() as signals:
                 self._signals = signals
                 while self._due_before_step():
-                    self._control.start(stop=signals.wanted, broken=int(self._broken_seen) >= 0)
+                    self._control.start(
+                        stop=signals.wanted,
+                        leave=signals.wanted and (notes is None or notes.is_leaving),
+                        broken=int(self._broken_seen) >= 0,
+                    )
                     self._update()
                     if notes and self.world.local_rank == 0:
                         self._tell(notes)
                 distributed.barrier(self.world)  # the last snapshot is safe: what is in memory is not needed any more
-                if self.slots:
+                if self.slots and not self._forms_anew:
                     self.slots.remove()
         finally:
             self.close()
@@ -286,6 +291,8 @@ class Trainer:
         flags = self._control.read()
         end = self.step >= self.max_steps
         self.stopped = flags["stop"] > 0 and not end
+        # Nobody leaves: another node joins, so the images in memory are enough, and no upload holds the others up.
+        self._forms_anew = self.stopped and not flags["leave"] and self.slots is not None and self.slots.shared
         if self.stopped or end:
             self._signals.settle()
         # The flag of the last update would come too late.
@@ -304,7 +311,7 @@ class Trainer:
                 self._show_sample()
             if self.saver:
                 self._collect()
-                if end or self.stopped or improved or self._is_save_due():
+                if not self._forms_anew and (end or self.stopped or improved or self._is_save_due()):
                     self._want_snapshot(self.saver, last=end or self.stopped)
             if end or self.stopped:
                 self._keep_last()
@@ -532,7 +539,7 @@ class Trainer:
         """The last image, and on rank 0 the last snapshot, which is awaited; raises where that fails."""
         self._begin_image(last=True)
         self._finish_image()
-        if self.saver:
+        if self.saver and not self._forms_anew:
             self._collect(wait=True, must=True)
 
     @contextmanager
@@ -662,7 +669,7 @@ class Trainer:
         """Ends the reading thread and drops DDP, which must go before the process group: at exit gloo aborts else."""
         self.batches.close()
         if self.saver:
-            self.saver.close()
+            self.saver.close(wait=not self._forms_anew)
         if self.slots:
             self.slots.close()
         if reduction := self.__dict__.pop("reduction", None):

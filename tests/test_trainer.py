@@ -17,7 +17,7 @@ from conftest import in_world, manifests, snapshots
 from torch import Tensor, nn
 
 from mingpt import distributed
-from mingpt.elastic import StopSignals
+from mingpt.elastic import Notes, StopSignals
 from mingpt.image import Image, decode, encode, sha256s
 from mingpt.metrics import Metrics, read_metrics
 from mingpt.model import GPT, GPTConfig
@@ -309,6 +309,25 @@ def test_a_wish_to_stop_ends_an_evaluation_on_all_ranks(tmp_path: Path) -> None:
     assert in_world(2, stop_in_evaluation, str(tmp_path)) == [(10, True)] * 2
     (kept,) = manifests(tmp_path)
     assert kept.facts["step"] == 10 and kept.facts["val_loss"] is None, "a resume makes up for the evaluation"
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_stop_only_to_form_anew_waits_for_no_upload(tmp_path: Path, leaves: bool) -> None:
+    launcher = folder(tmp_path, "notes")
+    notes = Notes(launcher)
+    if leaves:
+        notes.stop()
+    metrics = Recorder({7: lambda: signal.raise_signal(signal.SIGTERM)})
+    memory, ours = folder(tmp_path, "ram"), snapshots(tmp_path / "store", "us")
+    stopping = trainer(metrics=metrics, snapshots=ours, save_interval=0, eval_interval=0, ram_dir=memory)
+    stopping.fit(notes=notes)
+    assert stopping.stopped
+    saved = [manifest.facts["step"] for manifest in manifests(tmp_path / "store")]
+    held = newest_image(memory, "us")
+    if leaves:
+        assert saved == [stopping.step] and held is None
+    else:
+        assert saved == [] and held is not None and held[0] == (1, stopping.step)
 
 
 def test_a_signal_before_the_last_step_does_not_leave_its_end_undone(tmp_path: Path) -> None:
