@@ -29,7 +29,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/python -m mingpt.chaos $(ARGS)
 
 soak: $(VENV)/installed
-	$(VENV)/bin/python -m mingpt.chaos --faults=200 --steps=2500 --nodes=3 $(ARGS)
+	$(VENV)/bin/python -m mingpt.chaos --faults=200 --steps=2000 --nodes=3 $(ARGS)
 
 # The longer proofs: kills at any moment, world sizes, clean exits, compiling, nodes that die or are cut off.
 proof: $(VENV)/installed-dev
