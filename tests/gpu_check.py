@@ -5,7 +5,9 @@ exact reduction twice for one hash; on two GPUs, where there are two, over NCCL.
 """
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,11 +25,15 @@ ROOT = Path(__file__).parent.parent
 LIMIT = 120  # seconds for one run; what takes longer hangs
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}  # bfloat16, dense, FLOP/s
 
+DEVICE = "cuda"
+GPT2_LOG_INTERVAL = 10
+
 SMALL = ["configs/smoke.yaml", "--data.path={text}", "--train.max_steps=60", "--snapshot.save_interval=20"]
 GPT2 = [
     "configs/smoke.yaml", "--data.path={text}", "--model.preset=gpt2", "--model.block_size=1024",
     "--train.global_batch_size=16", "--train.micro_batch_size=8", "--train.max_steps=40", "--train.eval_interval=0",
-    "--train.eval_sequences=16", "--snapshot.save_interval=20", "--log.interval=10", "--optim.learning_rate=3e-4",
+    "--train.eval_sequences=16", "--snapshot.save_interval=20", f"--log.interval={GPT2_LOG_INTERVAL}",
+    "--optim.learning_rate=3e-4",
 ]  # fmt: skip
 
 
@@ -38,7 +44,7 @@ def run(folder: Path, name: str, *overrides: str, kill_at: int = 0, gpus: int = 
     command = [sys.executable, *launcher, "train_gpt.py", *options]
     started, said = time.monotonic(), []
     process = subprocess.Popen(
-        [*command, "--device=cuda", f"--out_dir={folder / name}", f"--name={name}"],
+        [*command, f"--device={DEVICE}", f"--out_dir={folder / name}", f"--name={name}"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     # torchrun is asked: it then ends its workers, after 30 s by force, and killed it could leave some behind.
@@ -95,8 +101,51 @@ def killed_and_resumed(folder: Path, name: str, settings: list[str], kill_at: in
     return f"went on at step {went_on[1]}, one hash: {calm[0][:16]}"
 
 
+def launched(folder: Path, *settings: str) -> str:
+    """Under mingpt.launch: the worker is killed with SIGKILL, the world forms anew, the hash is the calm run's."""
+    exact = [*SMALL, "--train.reduction=exact", "--dtype=bfloat16", *settings]
+    name = f"launched{len(settings)}"
+    calm = sums(run(folder, f"{name}-calm", *exact))
+    options = [option.format(text=folder / "text.txt") for option in exact]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mingpt.launch", "--nnodes=1", "--nproc-per-node=1", "train_gpt.py", *options,
+         f"--device={DEVICE}", f"--out_dir={folder / name}", f"--name={name}"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    hung = threading.Timer(LIMIT, process.kill)
+    hung.start()
+    said, killed = [], 0.0
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        if not killed and re.match(r"step +33/", line):
+            (agent,) = children(process.pid)
+            os.kill(children(agent)[0], signal.SIGKILL)
+            killed = time.monotonic()
+        elif killed and "recovered" in line:
+            killed -= time.monotonic()
+    code = process.wait()
+    hung.cancel()
+    output = "".join(said)
+    assert code == 0 and killed < 0, f"{name} ended with {code}:\n{output[-3000:]}"
+    assert sums(output) == calm, f"{sums(output)} is not {calm}"
+    return f"going on after {-killed:.1f} s, one hash: {calm[0][:16]}"
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def image_cost(folder: Path, name: str) -> str:
+    """What the images in memory kept the training, as a share of it."""
+    timed = rows(folder, name)[2:]
+    kept = sum(row["perf/ram_image_seconds"] for row in timed)
+    steps = GPT2_LOG_INTERVAL * sum(row["perf/step_seconds"] for row in timed)
+    return f"{kept / steps:.2%} of the training, an image every {timed[-1]['elastic/ram_image_interval']} step(s)"
+
+
 def sampled(folder: Path, name: str) -> str:
-    command = [sys.executable, "-m", "mingpt.sample", str(folder / name), "--max-new-tokens=200", "--device=cuda"]
+    command = [sys.executable, "-m", "mingpt.sample", str(folder / name), "--max-new-tokens=200", f"--device={DEVICE}"]
     started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=LIMIT)
     return f"{len(done.stdout)} characters in {time.monotonic() - started:.1f} s, start included"
@@ -139,10 +188,13 @@ def main() -> int:
             "small: fast, compiled": lambda: trained(folder, "small-compiled", *SMALL, "--compile=true"),
             "small: two GPUs, NCCL": lambda: on_two_gpus(folder),
             "small: sample": lambda: sampled(folder, "small-killed"),
+            "small: launch, kill -9": lambda: launched(folder),
+            "small: the same, compiled": lambda: launched(folder, "--compile=true"),
             "gpt2: exact, kill -9, resume": lambda: killed_and_resumed(folder, "gpt2", GPT2, 30),
             "gpt2: sample": lambda: sampled(folder, "gpt2-killed"),
             "gpt2: fast": lambda: trained(folder, "fast", *GPT2),
             "gpt2: fast, compiled": lambda: trained(folder, "compiled", *GPT2, "--compile=true"),
+            "gpt2: images in memory": lambda: image_cost(folder, "compiled"),
             "gpt2: exact": lambda: speed(folder, "gpt2-calm"),
         }
         for name, check in checks.items():
