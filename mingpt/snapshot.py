@@ -435,11 +435,14 @@ def find_image(uri: str) -> tuple[str, Image]:
         stem = name.removesuffix(_IMAGE)
         try:  # not by a list of names, which a web server does not give
             beside = _read_manifest(store, stem) if _NAME.fullmatch(stem) else None
-            return f"{store.uri}/{name}", read_verified(beside) if beside else _read_image(store, name)
+            image = read_verified(beside) if beside else _read_image(store, name)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"there is no snapshot {redact(uri)}: name a run's folder, a snapshot folder or a file"
             ) from error
+        if not beside:
+            log.warning("the bytes of %s/%s are not verified: its manifest (.json) is not beside it", store.uri, name)
+        return f"{store.uri}/{name}", image
     for place in (f"{uri.rstrip('/')}/snapshots", uri):
         store = open_store(place)
         manifests, owner = read_manifests(store), _run_in(store)

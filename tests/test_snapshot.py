@@ -369,7 +369,7 @@ def test_exact_mode_fixes_what_its_bits_depend_on(key: str) -> None:
         changes_on_resume(exact, exact | {key: "other"}, "must")
 
 
-def test_loading_needs_nothing_but_the_image(tmp_path: Path) -> None:
+def test_loading_needs_nothing_but_the_image(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run" / "snapshots").mkdir(parents=True)
     save(tmp_path / "run" / "snapshots", 1, 2)
     newest = manifests(tmp_path / "run" / "snapshots")[0]
@@ -383,6 +383,7 @@ def test_loading_needs_nothing_but_the_image(tmp_path: Path) -> None:
         assert not model.training
         assert tokenizer.decode([1, 2]) == "ab"
         assert torch.equal(model.transformer.wte.weight, expected.transformer.wte.weight)
+    assert caplog.text.count("are not verified") == 1 and f"{alone} are not verified" in caplog.text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="pip install aiohttp")
