@@ -8,7 +8,6 @@ sha256 of a process that nothing happened to. On Linux, for it finds processes i
 """
 
 import argparse
-import itertools
 import math
 import os
 import random
@@ -85,8 +84,8 @@ class Fault:
 
     kind: str
     step: int  # the last one that was known
-    bound: int  # steps that it may cost
     struck: float  # seconds, as time.time
+    bound: int = 0  # steps that it may cost
     nodes: int = 0  # afterwards
     landed: bool = False
     lost: int = 0  # steps that were done again
@@ -143,9 +142,9 @@ class Cluster:
         least = min(self._done[kind] for kind in faults)
         kind = self._rng.choice(sorted(kind for kind in faults if self._done[kind] == least))
         self._done[kind] += 1
-        deed, bound = faults[kind]
+        deed, allowed = faults[kind]
         known, generation = len(self.rows), self.rows[-1]["generation"] + (kind != "worker paused")
-        fault = Fault(kind, self.step, bound, struck=time.time())
+        fault = Fault(kind, self.step, time.time())
         fault.landed = deed()
         fault.nodes = len(self.nodes)
 
@@ -154,28 +153,27 @@ class Cluster:
             return next((row for row in fresh if row["generation"] >= generation), None)
 
         if self.wait(lambda: first() is not None) and (row := first()):
-            done = max(other["step"] for other in self.rows if other["time"] < row["time"])
-            fault.lost = max(0, done + 1 - row["step"])
+            before = [other for other in self.rows if other["time"] < row["time"]]
+            fault.lost = max(0, before[-1]["step"] + 1 - row["step"])
+            if allowed is not None:  # and what was done in the last second, or in the last step
+                fault.bound = allowed + 1 + sum(other["time"] > before[-1]["time"] - 1 for other in before)
             fault.seconds = row["time"] - fault.struck
         return fault
 
     # The faults: each says whether it hit what it was meant for
 
-    def _possible(self) -> dict[str, tuple[Callable[[], bool], int]]:
-        """What can strike now, and the steps that it may cost: for a kill those of a second, or one."""
-        times = [float(row["time"]) for row in self.rows[-20:]]
-        gaps = [after - before for before, after in itertools.pairwise(times)]
-        second = math.ceil(1 / max(0.001, min(1.0, statistics.median(gaps)))) if gaps else 1
-        faults: dict[str, tuple[Callable[[], bool], int]] = {
-            "worker killed": (self._kill_worker, second),
-            "worker paused": (self._pause_worker, 0),
-            "agent killed": (self._kill_agent, second),
-            "power fails": (self._power_fails, SAVE_INTERVAL + second),  # a save takes less than a second
+    def _possible(self) -> dict[str, tuple[Callable[[], bool], int | None]]:
+        """What can strike now, and the steps that it may cost beside those of the last second; None: not one step."""
+        faults: dict[str, tuple[Callable[[], bool], int | None]] = {
+            "worker killed": (self._kill_worker, 0),
+            "worker paused": (self._pause_worker, None),
+            "agent killed": (self._kill_agent, 0),
+            "power fails": (self._power_fails, SAVE_INTERVAL),
         }
         if len(self.nodes) > 1:
-            faults |= {"node lost": (self._lose_node, second), "node leaves": (self._leave, 0)}
+            faults |= {"node lost": (self._lose_node, 0), "node leaves": (self._leave, None)}
         if len(self.nodes) < self._most:
-            faults["node joins"] = (self.join, 0)
+            faults["node joins"] = (self.join, None)
         return faults
 
     def _kill_worker(self) -> bool:

@@ -56,7 +56,7 @@ class Script(Cluster):
         self.rows, self._after = before, after
 
     def _possible(self) -> dict[str, Any]:
-        return {"worker killed": (lambda: True, 2)}
+        return {"worker killed": (lambda: True, 0)}
 
     def read(self) -> None:
         self.rows, self._after = self.rows + self._after, []
@@ -65,10 +65,12 @@ class Script(Cluster):
 @pytest.mark.parametrize(("first", "lost"), [(11, 0), (10, 1), (5, 6)])
 def test_the_steps_lost_are_those_that_are_done_again(tmp_path: Path, first: int, lost: int) -> None:
     before = [{"step": step, "time": float(step), "generation": 1} for step in range(1, 11)]
+    before.insert(0, {"step": 40, "time": 0.0, "generation": 1})  # lost in an earlier fault
     after = [{"step": first, "time": 1e12, "generation": 2}]
     fault = Script(tmp_path, before, after).strike()
     assert fault.lost == lost
     assert fault.landed and fault.seconds > 0
+    assert fault.bound == 2, "a row a second: the last one, and the step in flight"
     assert f"{lost}" in str(fault)
 
 
