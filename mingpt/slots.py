@@ -275,7 +275,7 @@ def newest_image(ram_dir: Path | None, run_id: str) -> tuple[tuple[int, int], Im
             with _opened(path) as file:
                 file.seek(header.offset)
                 data = torch.empty(header.size, dtype=torch.uint8)
-                count = file.readinto(data.numpy())
+                count = file.readinto(data.numpy())  # by a buffered reader: one call of Linux gives 2 GiB at most
             if count != header.size or xxhash.xxh3_64_intdigest(data.numpy().data) != header.digest:
                 raise ValueError("its bytes are not those that were written")
             image = decode(data, str(path))
@@ -325,7 +325,7 @@ def _paths(ram_dir: Path | None, run_id: str) -> list[Path]:
 
 def _opened(path: Path) -> Any:
     """`path` to be read; OSError where it is another user's, or no file. Without it a pipe could hold us up."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb", buffering=0)
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
     if not _is_ours(os.fstat(file.fileno())):
         file.close()
         raise PermissionError("it is another user's")

@@ -1,6 +1,7 @@
 """An image in memory is the newest whole one at any moment, whatever its writer, its file or another user does."""
 
 import fcntl
+import io
 import logging
 import os
 import resource
@@ -179,6 +180,25 @@ def test_a_huge_size_takes_no_memory(tmp_path: Path, size: int, monkeypatch: pyt
     monkeypatch.setattr(slots.torch, "empty", lambda *_, **__: pytest.fail("memory was taken"))
     assert newest_image(tmp_path, "us") is None
     assert known_generation(tmp_path, "us") == 0
+
+
+class Piecemeal(io.FileIO):
+    """As Linux, which gives 2 GiB at most at once, but a smaller most."""
+
+    def readinto(self, buffer: Any) -> int | None:
+        return super().readinto(memoryview(buffer)[:20_000])
+
+
+def test_an_image_that_no_single_read_gives_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = opened(tmp_path)
+    write(ours, 1)
+    ours.close()
+
+    def opening(file: int, mode: str, buffering: int = -1) -> Any:
+        return io.BufferedReader(Piecemeal(file)) if buffering else Piecemeal(file)
+
+    monkeypatch.setattr(slots.os, "fdopen", opening)
+    assert found(tmp_path) == (1, 1)
 
 
 def test_another_run_is_another_file_and_never_touched(tmp_path: Path) -> None:
