@@ -236,18 +236,16 @@ class Trainer:
         self._watch = _Stopwatch(self.step)
         try:
             with nullcontext(signals) if signals else StopSignals() as signals:
-                self._signals = signals
+                self._signals, self._notes = signals, notes
                 while self._due_before_step():
-                    self._control.start(
-                        stop=signals.wanted,
-                        leave=signals.wanted and (notes is None or notes.is_leaving),
-                        broken=int(self._broken_seen) >= 0,
-                    )
+                    self._control.start(stop=signals.wanted, leave=self._leaves, broken=int(self._broken_seen) >= 0)
                     self._update()
                     if notes and self.world.local_rank == 0:
                         self._tell(notes)
-                distributed.barrier(self.world)  # the last snapshot is safe: what is in memory is not needed any more
-                if self.slots and not self._forms_anew:
+                distributed.barrier(self.world)  # the last snapshot is safe
+                # It may lie on a disk of a node that leaves: those that stay go on from what they have in memory.
+                stays = self.stopped and not self.world.is_main and not self._leaves
+                if self.slots and not self._forms_anew and not stays:
                     self.slots.remove()
         finally:
             self.close()
@@ -290,11 +288,10 @@ class Trainer:
         """Does what is due at `step`; False when the training ends here. In this order a kill anywhere is harmless."""
         flags = self._control.read()
         end = self.step >= self.max_steps
-        self.stopped = flags["stop"] > 0 and not end
-        # Nobody leaves: another node joins, so the images in memory are enough, and no upload holds the others up.
-        self._forms_anew = self.stopped and not flags["leave"] and self.slots is not None and self.slots.shared
-        if self.stopped or end:
+        if end:
             self._signals.settle()
+        elif flags["stop"]:
+            self._stop(leave=flags["leave"] > 0)
         # The flag of the last update would come too late.
         if flags["broken"] or ((end or self.stopped) and int(self._broken) >= 0):
             self._report_broken()
@@ -316,6 +313,18 @@ class Trainer:
             if end or self.stopped:
                 self._keep_last()
         return not (end or self.stopped)
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether this node is to leave, for all that is known; a stop without it is for a node that joins."""
+        return self._signals.wanted and (self._notes is None or self._notes.is_leaving)
+
+    def _stop(self, leave: bool) -> None:
+        """All ranks have agreed to stop here; `leave`: some node does."""
+        self.stopped = True
+        # Nobody leaves: another node joins, so the images in memory are enough, and no upload holds the others up.
+        self._forms_anew = not leave and self.slots is not None and self.slots.shared
+        self._signals.settle()
 
     @staticmethod
     def _is_due(interval: int, step: int) -> bool:
@@ -446,8 +455,7 @@ class Trainer:
         # The last one is not given up: nobody would come back for it.
         loss = self._mean_loss(self._signals if self.step < self.max_steps else None)
         if loss is None:
-            self.stopped = True
-            self._signals.settle()
+            self._stop(leave=distributed.any_rank(self.world, self._leaves))
             return False
         self.val_loss, self.evaluated_step = loss, self.step
         improved = math.isfinite(self.val_loss) and (self.best_val_loss is None or self.val_loss < self.best_val_loss)

@@ -311,17 +311,31 @@ def test_a_wish_to_stop_ends_an_evaluation_on_all_ranks(tmp_path: Path) -> None:
     assert kept.facts["step"] == 10 and kept.facts["val_loss"] is None, "a resume makes up for the evaluation"
 
 
+@pytest.mark.parametrize("evaluating", [False, True])
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_stop_only_to_form_anew_waits_for_no_upload(tmp_path: Path, leaves: bool) -> None:
+def test_a_stop_only_to_form_anew_waits_for_no_upload(tmp_path: Path, leaves: bool, evaluating: bool) -> None:
     launcher = folder(tmp_path, "notes")
     notes = Notes(launcher)
     if leaves:
         notes.stop()
-    metrics = Recorder({7: lambda: signal.raise_signal(signal.SIGTERM)})
+    metrics = Recorder({} if evaluating else {7: lambda: signal.raise_signal(signal.SIGTERM)})
     memory, ours = folder(tmp_path, "ram"), snapshots(tmp_path / "store", "us")
-    stopping = trainer(metrics=metrics, snapshots=ours, save_interval=0, eval_interval=0, ram_dir=memory)
+    stopping = trainer(
+        metrics=metrics, snapshots=ours, save_interval=0, eval_interval=10 * evaluating, ram_dir=memory,
+        micro_batch_size=1,
+    )  # fmt: skip
+    assert stopping.validation
+    cell = stopping.validation.cell
+
+    def interrupted(*place: Any) -> Any:
+        if stopping.step == 10:
+            signal.raise_signal(signal.SIGTERM)
+        return cell(*place)
+
+    stopping.validation.cell = interrupted  # type: ignore[method-assign]
     stopping.fit(notes=notes)
     assert stopping.stopped
+    assert not evaluating or stopping.step == 10 and stopping.evaluated_step == 0
     saved = [manifest.facts["step"] for manifest in manifests(tmp_path / "store")]
     held = newest_image(memory, "us")
     if leaves:
@@ -662,6 +676,25 @@ def test_every_node_keeps_an_image(tmp_path: Path) -> None:
     for name in ("0", "1", "kept"):
         folder(tmp_path, name)
     assert all(step >= 0 for step in in_world(2, first_ranks_of_nodes, str(tmp_path)))
+
+
+def first_node_leaves(place: str) -> tuple[int, int | None]:
+    """Where a rank of a node of its own stopped, and what is in its memory then."""
+    world = dataclasses.replace(distributed.locate("cpu"), local_rank=0, local_world_size=1)
+    distributed.connect(world, {}, timeout_seconds=60)
+    ram, store = (folder(Path(place), f"{name}{world.rank}") for name in ("ram", "store"))
+    metrics = Recorder({5: lambda: signal.raise_signal(signal.SIGTERM)})  # of rank 0 alone
+    ours = trainer(world=world, metrics=metrics, eval_interval=0, snapshots=snapshots(store), ram_dir=ram)
+    ours.fit()
+    distributed.leave()
+    newest = newest_image(ram, "us")
+    return ours.step, newest and newest[0][1]
+
+
+def test_a_node_that_stays_keeps_its_image_where_the_snapshot_leaves_with_another(tmp_path: Path) -> None:
+    (step, left), (same_step, kept) = in_world(2, first_node_leaves, str(tmp_path))
+    assert 5 < step < 30
+    assert (same_step, left, kept) == (step, None, step)
 
 
 def test_exact_mode_says_when_a_replayed_step_differs(caplog: pytest.LogCaptureFixture) -> None:
