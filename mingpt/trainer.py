@@ -644,6 +644,8 @@ class Trainer:
         self._check_alike(owner)
         self._restored = True
         self.last_manifest = manifest
+        if state is not None and manifest is None and (self._save_interval or self._save_interval_seconds):
+            self._owed_from = 0.0  # it is in memory alone: the last save may be lost, and the next an interval away
         self._replayed = dict(replayed or {})
 
     def _check_alike(self, owner: int) -> None:

@@ -344,6 +344,23 @@ def test_a_stop_only_to_form_anew_waits_for_no_upload(tmp_path: Path, leaves: bo
         assert saved == [] and held is not None and held[0] == (1, stopping.step)
 
 
+@pytest.mark.parametrize("interval", [0, 100])
+def test_what_was_in_memory_alone_is_saved_at_once(tmp_path: Path, interval: int) -> None:
+    first = trainer(max_steps=7)
+    first.fit()
+    ours = snapshots(tmp_path, "us", keep_last=9)
+    again = trainer(snapshots=ours, save_interval=interval, eval_interval=0, max_steps=12)
+    again.restore(state_of(first))
+    again.fit()
+    assert [kept.facts["step"] for kept in manifests(tmp_path)] == ([12, 7] if interval else [12])
+    found = ours.newest()
+    assert found
+    once_more = trainer(snapshots=ours, save_interval=100, eval_interval=0, max_steps=14)
+    once_more.restore(found[1], found[0])
+    once_more.fit()
+    assert 13 not in [kept.facts["step"] for kept in manifests(tmp_path)], "that was durable"
+
+
 def test_a_signal_before_the_last_step_does_not_leave_its_end_undone(tmp_path: Path) -> None:
     metrics = Recorder({29: lambda: signal.raise_signal(signal.SIGTERM)})
     ending = trainer(metrics=metrics, snapshots=snapshots(tmp_path, "us"))
