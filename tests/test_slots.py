@@ -129,6 +129,8 @@ def test_a_kill_at_any_point_leaves_the_image_before(
     with pytest.raises(Killed):
         write(ours, 5)
     assert found(tmp_path) == (1, 4)
+    headers = sorted(header.step for header, _ in slots._headers(tmp_path, "us"))
+    assert headers == ([4] if point else [3, 4]), "nothing points to what is written over"
     ours.close()
     monkeypatch.undo()
     again = opened(tmp_path)
