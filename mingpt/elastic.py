@@ -164,12 +164,12 @@ class Notes:
         self._append("times", {"what": "rendezvous", "time": when})
 
     @property
-    def is_leaving(self) -> bool:
-        """Whether a SIGTERM means that this node leaves, for all that is known: under a launcher that was asked to.
+    def is_leaving(self) -> bool | None:
+        """Whether the launcher was asked to leave with its node; None where there is none, and nobody knows.
 
-        Else its agent only has the world form anew, since another node has come.
+        Where it was not, a SIGTERM is of its agent, which has the world form anew, since another node has come.
         """
-        return self._folder is None or (self._folder / "stopping").exists()
+        return (self._folder / "stopping").exists() if self._folder else None
 
     # The launcher's side
 

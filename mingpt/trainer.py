@@ -317,7 +317,8 @@ class Trainer:
     @property
     def _leaves(self) -> bool:
         """Whether this node is to leave, for all that is known; a stop without it is for a node that joins."""
-        return self._signals.wanted and (self._notes is None or self._notes.is_leaving)
+        told = self._notes.is_leaving if self._notes else None  # before the signal comes
+        return self._signals.wanted if told is None else told
 
     def _stop(self, leave: bool) -> None:
         """All ranks have agreed to stop here; `leave`: some node does."""

@@ -695,23 +695,27 @@ def test_every_node_keeps_an_image(tmp_path: Path) -> None:
     assert all(step >= 0 for step in in_world(2, first_ranks_of_nodes, str(tmp_path)))
 
 
-def first_node_leaves(place: str) -> tuple[int, int | None]:
+def first_node_leaves(place: str, both: bool) -> tuple[int, int | None]:
     """Where a rank of a node of its own stopped, and what is in its memory then."""
     world = dataclasses.replace(distributed.locate("cpu"), local_rank=0, local_world_size=1)
     distributed.connect(world, {}, timeout_seconds=60)
-    ram, store = (folder(Path(place), f"{name}{world.rank}") for name in ("ram", "store"))
+    ram, store, launcher = (folder(Path(place), f"{name}{world.rank}") for name in ("ram", "store", "notes"))
+    notes = Notes(launcher)
+    if world.is_main or both:
+        notes.stop()
     metrics = Recorder({5: lambda: signal.raise_signal(signal.SIGTERM)})  # of rank 0 alone
     ours = trainer(world=world, metrics=metrics, eval_interval=0, snapshots=snapshots(store), ram_dir=ram)
-    ours.fit()
+    ours.fit(notes=notes)
     distributed.leave()
     newest = newest_image(ram, "us")
     return ours.step, newest and newest[0][1]
 
 
-def test_a_node_that_stays_keeps_its_image_where_the_snapshot_leaves_with_another(tmp_path: Path) -> None:
-    (step, left), (same_step, kept) = in_world(2, first_node_leaves, str(tmp_path))
+@pytest.mark.parametrize("both", [False, True])
+def test_a_node_that_stays_keeps_its_image_where_the_snapshot_leaves_with_another(tmp_path: Path, both: bool) -> None:
+    (step, left), (same_step, kept) = in_world(2, first_node_leaves, str(tmp_path), both)
     assert 5 < step < 30
-    assert (same_step, left, kept) == (step, None, step)
+    assert (same_step, left, kept) == (step, None, None if both else step)
 
 
 def test_exact_mode_says_when_a_replayed_step_differs(caplog: pytest.LogCaptureFixture) -> None:
