@@ -16,10 +16,10 @@ def die_with_parent() -> None:
     """Asks the kernel to end this worker with its agent: an orphan would train on and write into the run. On Linux."""
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    parent = os.getppid()
+    parent = int(os.environ.pop("MINGPT_AGENT", os.getppid()))  # not for this worker's own children
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before we asked; under plain torchrun perhaps before we looked
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -120,12 +120,13 @@ class Notes:
         self._append("verdict", {"code": code, "message": message})
 
     def step(self, step: int) -> None:
-        """`step` is done: the training is alive, and has failed no more where it never came that far before."""
+        """`step` is done: the training is alive, and starts in vain no more where it never came that far before."""
         if self._folder is None:
             return
         (self._folder / "alive").write_text(str(step), encoding="ascii")
         if step > self._reached:
-            (self._folder / "failures").unlink(missing_ok=True)
+            for name in ("failures", "starts"):
+                (self._folder / name).unlink(missing_ok=True)
             self._reached = 2**63
 
     def stepped(self) -> dict[str, float]:
@@ -162,6 +163,7 @@ class Notes:
             alive.unlink()
             reached.write_text(str(self._reached), encoding="ascii")
         self._append("times", {"what": "rendezvous", "time": when})
+        self._append("starts", {"time": when})
 
     @property
     def is_leaving(self) -> bool | None:
@@ -181,16 +183,19 @@ class Notes:
         return next(self._read("verdict"), None)
 
     def failures(self) -> dict[int, dict[str, Any]]:
-        """The first failure of each start, by restart, since the last formation that made a step."""
-        return {entry["restart"]: entry for entry in reversed(list(self._read("failures")))}
+        """The first failure of each start, by restart and in order, since a step was new."""
+        first: dict[int, dict[str, Any]] = {}
+        for entry in self._read("failures"):
+            first.setdefault(entry["restart"], entry)
+        return first
 
     def progress(self) -> int:
         """The highest step that this node has seen."""
         return max(_number(self._folder / name) for name in ("alive", "reached")) if self._folder else 0
 
     def starts(self) -> int:
-        """How often workers were started since a formation made a step."""
-        return sum(entry["what"] == "rendezvous" for entry in self._read("times"))
+        """How often workers were started since a step was new: those that are killed tell of no failure."""
+        return len(list(self._read("starts")))
 
     def _append(self, name: str, entry: dict[str, object]) -> None:
         if self._folder is None:
@@ -202,9 +207,13 @@ class Notes:
             log.debug("a note for the launcher is lost: %s", error)
 
     def _read(self, name: str) -> Iterator[dict[str, Any]]:
-        if self._folder is None or not (self._folder / name).exists():
+        if self._folder is None:
             return
-        for line in (self._folder / name).read_text(encoding="utf-8").splitlines():
+        try:
+            lines = (self._folder / name).read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:  # none yet, or taken away just now
+            return
+        for line in lines:
             try:
                 yield json.loads(line)
             except ValueError:  # it is just being written

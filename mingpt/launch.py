@@ -72,6 +72,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     least, _, most = options.nnodes.partition(":")
     if not least.isdecimal() or not (most or least).isdecimal() or not 1 <= int(least) <= int(most or least):
         parser.error(f"--nnodes={options.nnodes}: expected N or MIN:MAX, from 1")
+    workers = options.nproc_per_node
+    if workers not in ("auto", "gpu", "cpu", "xpu") and not (workers.isdecimal() and int(workers) >= 1):
+        parser.error(f"--nproc-per-node={workers}: expected a number, from 1, or auto, gpu, cpu, xpu")
     options.endpoints = options.rdzv_endpoint.split(",")
     if options.endpoints == [""] and int(most or least) > 1:
         parser.error(
@@ -140,9 +143,10 @@ class Launcher:
             if self._stopping_since is not None:
                 return STOP_EXIT_CODE
             self._agent = self._start([sys.executable, "-m", "mingpt.launch", "agent"], endpoint, is_host)
-            if not checked and (refused := self._preflight()):
+            refused = 0 if checked else self._preflight()
+            if refused or self._stopping_since is not None:  # a signal may have come before there was an agent to end
                 self._end_agent()
-                return STOP_EXIT_CODE if self._stopping_since is not None else refused
+                return refused if self._stopping_since is None else STOP_EXIT_CODE
             checked = True
             self._release()
             code = self._watch()
@@ -305,14 +309,12 @@ def _interface(address: str) -> str | None:
 
 def _tell_loop(failures: Sequence[dict[str, object]], starts: int) -> int:
     """Why it is in vain to go on; the exit code."""
-    if not failures:
-        _say(f"error: {starts} starts in a row without a new step; see above what ended them")
-        return 1
-    worst = failures[-1]
-    _say(
-        f"error: {len(failures)} failures in a row without a new step; in the last one rank {worst['rank']} failed "
-        f"first: {worst['message']}"
-    )
+    count = f"{starts} starts" if len(failures) < FAILURES else f"{len(failures)} failures"
+    reason = "see above what ended them"
+    if failures:
+        last = failures[-1]
+        reason = f"in the last one that failed rank {last['rank']} failed first: {last['message']}"
+    _say(f"error: {count} in a row without a new step; {reason}")
     return 1
 
 
@@ -328,20 +330,27 @@ def agent() -> int:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if os.getppid() != launcher:
             return 1
+    os.environ["MINGPT_AGENT"] = str(os.getpid())  # when it dies before they look, their parent is another
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
     if not sys.stdin.buffer.read(1):
         return 1
-    try:
-        run.main(sys.argv[2:])
-    except SignalException:  # told of by who sent it
-        return STOP_EXIT_CODE
-    except RendezvousError as error:
-        _say(f"the rendezvous has failed: {error.__cause__ or error}")
-        return 1
-    return 0
+    words, over = sys.argv[2:], 0
+    while True:
+        try:
+            run.main([f"{word}.{over}" if over and word.startswith("--rdzv-id=") else word for word in words])
+            return 0
+        except SignalException:  # told of by who sent it
+            return STOP_EXIT_CODE
+        except RendezvousError as error:
+            # A file keeps the meetings that are over: all nodes go to the first one that is not.
+            if isinstance(error, RendezvousClosedError) and any("store_type=file" in word for word in words):
+                over += 1
+                continue
+            _say(f"the rendezvous has failed: {error.__cause__ or str(error) or 'it is closed'}")
+            return 1
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, Runs, free_port
 
 from mingpt.elastic import STOP_EXIT_CODE, Notes
-from mingpt.launch import main
+from mingpt.launch import _SIGNALS, Launcher, _parse, _tell_loop, main
 
 # Without an end: the training stops where the test says, and a run of just so many steps must come to the same bits.
 ENDLESS = {
@@ -194,6 +195,7 @@ def test_dry_run_says_what_would_be_run(capsys: pytest.CaptureFixture[str]) -> N
         (["--nnodes=1:2"], "needs --rdzv-endpoint=HOST:PORT, the same on all nodes"),
         (["--nnodes=3:2", "--rdzv-endpoint=a:1"], "expected N or MIN:MAX"),
         (["--nnodes=2", "--rdzv-endpoint=a"], "expected HOST:PORT"),
+        (["--nproc-per-node=0"], "expected a number, from 1, or auto, gpu, cpu, xpu"),
         (["--nproc-per-node=1"], "no such file"),
     ],
 )
@@ -242,20 +244,90 @@ def test_a_step_that_takes_too_long_after_a_signal_is_abandoned() -> None:
     assert time.monotonic() - started < 10
 
 
-def test_failures_count_until_a_step_is_new(tmp_path: Path) -> None:
+def test_failures_and_starts_count_until_a_step_is_new(tmp_path: Path) -> None:
     for restart in range(3):
         notes = Notes(tmp_path, restart)
         notes.began(time.time())
         notes.step(1)
+        notes.stepped()
         notes.step(2)  # again and again
         notes.fail(0, 1, f"at step 3, {restart}")
-    assert set(Notes(tmp_path).failures()) == {0, 1, 2}
+        notes.fail(1, 1, "since rank 0 is gone")
+    assert [failure["message"] for failure in Notes(tmp_path).failures().values()] == [
+        "at step 3, 0", "at step 3, 1", "at step 3, 2",
+    ]  # fmt: skip
+    assert Notes(tmp_path).starts() == 2, "the first one made a step"
     notes = Notes(tmp_path, 3)
     notes.began(time.time())
     notes.step(2)
-    assert set(Notes(tmp_path).failures()) == {0, 1, 2}
+    notes.stepped()
+    assert set(Notes(tmp_path).failures()) == {0, 1, 2} and Notes(tmp_path).starts() == 3
     notes.step(3)
-    assert not Notes(tmp_path).failures()
+    assert not Notes(tmp_path).failures() and not Notes(tmp_path).starts()
+
+
+def test_a_note_that_goes_while_it_is_looked_for_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda *_, **__: True)  # as a worker's first step takes it away just then
+    assert Notes(tmp_path).failures() == {} and Notes(tmp_path).verdict() is None
+
+
+@pytest.mark.parametrize(
+    ("failures", "starts", "expected"),
+    [
+        (3, 3, "3 failures in a row without a new step; in the last one that failed rank 2 failed first: of 2"),
+        (1, 11, "11 starts in a row without a new step; in the last one that failed rank 0 failed first: of 0"),
+        (0, 11, "11 starts in a row without a new step; see above what ended them"),
+    ],
+)
+def test_a_loop_is_told(failures: int, starts: int, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _tell_loop([{"rank": i, "message": f"of {i}"} for i in range(failures)], starts) == 1
+    assert capsys.readouterr().err == f"error: {expected}\n"
+
+
+def launcher(script: Path, text: str, *words: str) -> Launcher:
+    """One of a script that needs no torch, which waits for nothing."""
+    script.write_text(text, encoding="utf-8")
+    return Launcher(_parse([*words, str(script)]), script.parent)
+
+
+def test_a_file_serves_for_the_next_run_too(tmp_path: Path) -> None:
+    words = [f"--rdzv-endpoint={tmp_path / 'meet'}", str(tmp_path / "script.py")]
+    (tmp_path / "script.py").touch()
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "mingpt.launch", *words], cwd=ROOT, capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and "joining again" not in done.stderr, done.stderr
+
+
+def test_a_signal_that_comes_while_an_agent_starts_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = launcher(tmp_path / "script.py", "import time; time.sleep(3)")
+    start = node._start
+
+    def start_slowly(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return start(*args)
+
+    monkeypatch.setattr(node, "_start", start_slowly)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        assert node.run() == STOP_EXIT_CODE
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert node._agent is not None and node._agent.poll() is not None
+
+
+def test_a_worker_whose_agent_died_before_it_looked_ends() -> None:
+    code = "import os; import mingpt.distributed; print(os.environ.get('MINGPT_AGENT'))"
+    for agent, expected in ((os.getpid(), 0), (1, -signal.SIGKILL)):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False,
+            env=os.environ | {"TORCHELASTIC_RUN_ID": "x", "MINGPT_AGENT": str(agent)},
+        )  # fmt: skip
+        assert done.returncode == expected
+        assert done.stdout == ("None\n" if expected == 0 else ""), "it is not the agent of what this worker starts"
 
 
 def test_settings_that_will_hurt_are_told_under_plain_torchrun(runs: Runs) -> None:
