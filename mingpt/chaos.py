@@ -133,7 +133,7 @@ class Cluster:
                 return True
             if over:
                 return False
-            time.sleep(0.02)
+            time.sleep(0.1)  # a look reads all rows anew, on cores that are the training's
 
     def strike(self) -> Fault:
         """Does one fault, at random of those that were done least, and waits until the run goes on."""
@@ -250,6 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the faults (%(default)s)")
     parser.add_argument("--folder", type=Path, metavar="F", help="for all files, which stay; else a temporary one")
     options = parser.parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does: no node outlives this
+        signal.signal(number, lambda *_: sys.exit(1))
     if min(options.faults, options.steps, options.nodes, options.nproc_per_node) < 1:
         parser.error("--faults, --steps, --nodes, --nproc-per-node: give 1 or more")
     if options.folder:

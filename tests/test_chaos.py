@@ -4,6 +4,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,15 @@ def chaos(folder: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.fixture
-def processes() -> Any:
-    """Nothing that a test started outlives it."""
-    yield
-    left = subprocess.run(["pgrep", "-f", "elastic.ram_dir=memory"], capture_output=True, text=True, check=False)
-    assert not left.stdout.strip()
+def outlives(folder: Path) -> str:
+    """The processes that have the folder in their command, as every launcher, agent and worker has, and do not end."""
+    left, deadline = "?", time.monotonic() + 5
+    while left and time.monotonic() < deadline:
+        left = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False).stdout
+    return left
 
 
-def test_a_short_one_ends_with_equal_bits(tmp_path: Path, processes: None) -> None:
+def test_a_short_one_ends_with_equal_bits(tmp_path: Path) -> None:
     code, said = chaos(tmp_path / "chaos", "--faults=3", "--steps=90", "--seed=3")
     assert code == 0, said
     struck = re.findall(r"^(\w+ \w+) +\d+ +\d+ +\d+ +\d+ +[\d.]+$", said, re.M)
@@ -39,6 +40,18 @@ def test_a_short_one_ends_with_equal_bits(tmp_path: Path, processes: None) -> No
     assert "equal: the run did not notice" in said
     sums = re.findall(r"\b[0-9a-f]{64}\b", said)
     assert len(sums) == 2 and len({*sums}) == 1
+    assert not outlives(tmp_path)
+
+
+def test_no_node_outlives_a_chaos_that_is_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mingpt.chaos", f"--folder={tmp_path / 'chaos'}", "--steps=100", "--nodes=1"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "chaos/node0/log.txt"
+    while process.poll() is None and not (log.exists() and "starting at step 0" in log.read_text(encoding="utf-8")):
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(60) == 1
+    assert not outlives(tmp_path)
 
 
 def test_wrong_use_is_told(tmp_path: Path) -> None:
@@ -74,7 +87,7 @@ def test_the_steps_lost_are_those_that_are_done_again(tmp_path: Path, first: int
     assert f"{lost}" in str(fault)
 
 
-def test_a_row_of_the_old_world_is_no_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_the_old_world_is_no_recovery(tmp_path: Path) -> None:
     before = [{"step": 1, "time": 1.0, "generation": 1}]
     after = [{"step": 2, "time": 1e12, "generation": 1}]
     fault = Script(tmp_path, before, after).strike()
