@@ -329,9 +329,8 @@ def open_books(
             storage.remove_leftovers(out_dir)
             storage.replace_file(out_dir / "config.yaml", [redact(to_yaml(config)).encode()])
         except OSError as error:
-            cure = "; see to it, or give another out_dir or snapshot.uri" * bool(
-                error.filename
-            )  # else it is told already
+            # Without a file's name it is told already.
+            cure = "; see to it, or give another out_dir or snapshot.uri" if error.filename else ""
             raise OSError(told(error) + cure) from error
 
     distributed.decide(world, write)
@@ -505,10 +504,9 @@ def main() -> int:
             return 2  # whatever it is, this node cannot take part now
         if code == 2:
             notes.reject(code, " ".join(told(error).split()))
+            distributed.end_agent()
         elif not isinstance(error, ConnectionError):
             notes.fail(rank, code, " ".join(told(error).split()))
-        if code == 2:
-            distributed.end_agent()
         return code
     except Exception as error:
         notes.fail(rank, 1, f"{type(error).__name__}: {error}")
