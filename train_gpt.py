@@ -59,7 +59,7 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
     config = load_config(argv, DEFAULT_CONFIG, distributed.device_type)
     world = distributed.locate(config.device)
     if world.local_rank == 0 and not preflight:
-        notes.began(distributed.STARTED)
+        notes.began(distributed.STARTED, world.world_size)
     for warning in [*(f"warning: {it}" for it in warnings(config)), *distributed.launch_warnings()]:
         if world.is_main:
             log.warning("%s", warning)

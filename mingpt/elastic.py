@@ -151,8 +151,8 @@ class Notes:
                 parts[what], since = max(0.0, times[what] - since), max(since, times[what])
         return {"seconds": end - times["before"], **parts, "first_step": end - since}
 
-    def began(self, when: float) -> None:
-        """A worker was started at `when` (seconds, as time.time)."""
+    def began(self, when: float, world_size: int = 1) -> None:
+        """A worker was started at `when` (seconds, as time.time), one of `world_size`."""
         if self._folder is None:
             return
         alive, reached = self._folder / "alive", self._folder / "reached"
@@ -163,7 +163,7 @@ class Notes:
             alive.unlink()
             reached.write_text(str(self._reached), encoding="ascii")
         self._append("times", {"what": "rendezvous", "time": when})
-        self._append("starts", {"time": when})
+        self._append("starts", {"world_size": world_size})
 
     @property
     def is_leaving(self) -> bool | None:
@@ -194,8 +194,12 @@ class Notes:
         return max(_number(self._folder / name) for name in ("alive", "reached")) if self._folder else 0
 
     def starts(self) -> int:
-        """How often workers were started since a step was new: those that are killed tell of no failure."""
-        return len(list(self._read("starts")))
+        """How often workers were started since a step was new: those that are killed tell of no failure.
+
+        Nodes that come one after the other start all workers each time: it counts from the first of the largest world.
+        """
+        sizes = [entry["world_size"] for entry in self._read("starts")]
+        return len(sizes) - sizes.index(max(sizes)) if sizes else 0
 
     def _append(self, name: str, entry: dict[str, object]) -> None:
         if self._folder is None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from mingpt.elastic import STOP_EXIT_CODE, Notes
 
 FAILURES = 3  # of this node's own workers, each without a new step since the last: then trying again is in vain
-STARTS = 10  # of any cause
+STARTS = 10  # of any cause but a world that grows
 PATIENCE_SECONDS = 5.0  # for each rendezvous endpoint that comes before one of this host
 _POLL_SECONDS = 0.1
 _HUGE = 10**6

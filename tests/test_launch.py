@@ -266,6 +266,16 @@ def test_failures_and_starts_count_until_a_step_is_new(tmp_path: Path) -> None:
     assert not Notes(tmp_path).failures() and not Notes(tmp_path).starts()
 
 
+def test_a_world_that_grows_does_not_start_in_vain(tmp_path: Path) -> None:
+    notes = Notes(tmp_path)
+    for world_size in range(1, 20):
+        notes.began(time.time(), world_size)
+    assert notes.starts() == 1
+    for world_size in (18, 19, 18):
+        notes.began(time.time(), world_size)
+    assert notes.starts() == 4, "one that shrinks and grows again may be a loop"
+
+
 def test_a_note_that_goes_while_it_is_looked_for_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda *_, **__: True)  # as a worker's first step takes it away just then
     assert Notes(tmp_path).failures() == {} and Notes(tmp_path).verdict() is None
