@@ -221,7 +221,8 @@ class Launcher:
         if self._agent.returncode == 0:
             return 0
         if self._stopping_since is not None:
-            return 1 if self._notes.failures() else STOP_EXIT_CODE
+            killed = self._agent.returncode == -signal.SIGKILL  # its workers with it, whatever they were keeping
+            return 1 if killed or self._notes.failures() else STOP_EXIT_CODE
         if verdict := self._notes.verdict():
             return int(verdict["code"])
         return 2 if self._agent.returncode == 2 else None

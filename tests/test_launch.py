@@ -329,6 +329,14 @@ def test_a_signal_that_comes_while_an_agent_starts_is_not_lost(tmp_path: Path, m
     assert node._agent is not None and node._agent.poll() is not None
 
 
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, STOP_EXIT_CODE), (signal.SIGKILL, 1)])
+def test_a_stop_that_is_cut_short_does_not_say_that_all_is_kept(tmp_path: Path, end: signal.Signals, code: int) -> None:
+    node = launcher(tmp_path / "script.py", "")
+    node._agent, node._stopping_since = subprocess.Popen(["sleep", "60"]), time.monotonic()
+    node._agent.send_signal(end)
+    assert node._watch() == code
+
+
 def test_a_worker_whose_agent_died_before_it_looked_ends() -> None:
     code = "import os; import mingpt.distributed; print(os.environ.get('MINGPT_AGENT'))"
     for agent, expected in ((os.getpid(), 0), (1, -signal.SIGKILL)):
