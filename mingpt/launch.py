@@ -184,7 +184,9 @@ class Launcher:
             if self._stopping_since is not None:
                 check.kill()
             time.sleep(_POLL_SECONDS / 2)
-        return check.returncode
+        if check.returncode < 0 and self._stopping_since is None:  # no memory, most likely
+            _say(f"error: the look at this node was ended by signal {-check.returncode}")
+        return check.returncode if check.returncode >= 0 else 1
 
     def _meeting_place(self) -> tuple[str, bool]:
         """The endpoint to meet at, and whether this node is its host: one that answers, else the first of this host."""

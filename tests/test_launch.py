@@ -329,6 +329,12 @@ def test_a_signal_that_comes_while_an_agent_starts_is_not_lost(tmp_path: Path, m
     assert node._agent is not None and node._agent.poll() is not None
 
 
+def test_a_look_at_the_node_that_is_killed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = launcher(tmp_path / "train_gpt.py", "import os; os.kill(os.getpid(), 9)")
+    assert node._preflight() == 1
+    assert capsys.readouterr().err == "error: the look at this node was ended by signal 9\n"
+
+
 @pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, STOP_EXIT_CODE), (signal.SIGKILL, 1)])
 def test_a_stop_that_is_cut_short_does_not_say_that_all_is_kept(tmp_path: Path, end: signal.Signals, code: int) -> None:
     node = launcher(tmp_path / "script.py", "")
