@@ -325,7 +325,7 @@ def chaos(options: argparse.Namespace, folder: Path) -> int:
         f"{useful / seconds:.0%} were useful"
     )
     ours, theirs = state_in(folder / "snapshots", options.steps), state_in(calm / "runs/chaos/snapshots", options.steps)
-    within = all(fault.lost <= fault.bound for fault in faults)
+    within = len(cluster.rows) <= bound and all(fault.lost <= fault.bound for fault in faults)
     finished = bool(codes) and not any(codes)
     print(f"the weights and moments at the end, sha256   {ours}\nof the process without faults                {theirs}")
     if ours == theirs and within and finished:
