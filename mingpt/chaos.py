@@ -32,7 +32,7 @@ from mingpt.storage import LocalStore
 
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout
 PATIENCE_SECONDS = 120.0  # for the next step after a fault
-SAVE_INTERVAL = 50  # steps from one durable snapshot to the next: what a power failure may cost
+SAVE_INTERVAL = 50  # steps from one durable snapshot to the next
 SETTINGS = (
     "--name=chaos", "--device=cpu", "--train.reduction=exact", "--train.num_threads=1", "--model.preset=null",
     "--model.n_layer=2", "--model.n_head=2", "--model.n_embd=64", "--model.block_size=64", "--model.dropout=0.1",
@@ -107,6 +107,7 @@ class Cluster:
         self._folder, self._command, self._most, self._rng = folder, command, most, rng
         self._born = 0
         self._done: Counter[str] = Counter()
+        self._durable = 0  # the step of the newest snapshot when the power failed
 
     def join(self) -> bool:
         self.nodes.append(Node(self._folder / f"node{self._born}", self._command))
@@ -142,7 +143,7 @@ class Cluster:
         least = min(self._done[kind] for kind in faults)
         kind = self._rng.choice(sorted(kind for kind in faults if self._done[kind] == least))
         self._done[kind] += 1
-        deed, allowed = faults[kind]
+        deed, costs = faults[kind]
         known, generation = len(self.rows), self.rows[-1]["generation"] + (kind != "worker paused")
         fault = Fault(kind, self.step, time.time())
         fault.landed = deed()
@@ -155,25 +156,27 @@ class Cluster:
         if self.wait(lambda: first() is not None) and (row := first()):
             before = [other for other in self.rows if other["time"] < row["time"]]
             fault.lost = max(0, before[-1]["step"] + 1 - row["step"])
-            if allowed is not None:  # and what was done in the last second, or in the last step
-                fault.bound = allowed + 1 + sum(other["time"] > before[-1]["time"] - 1 for other in before)
+            if kind == "power fails":
+                fault.bound = max(0, before[-1]["step"] - self._durable)
+            elif costs:  # what was done in the last second, or in the last step
+                fault.bound = 1 + sum(other["time"] > before[-1]["time"] - 1 for other in before)
             fault.seconds = row["time"] - fault.struck
         return fault
 
     # The faults: each says whether it hit what it was meant for
 
-    def _possible(self) -> dict[str, tuple[Callable[[], bool], int | None]]:
-        """What can strike now, and the steps that it may cost beside those of the last second; None: not one step."""
-        faults: dict[str, tuple[Callable[[], bool], int | None]] = {
-            "worker killed": (self._kill_worker, 0),
-            "worker paused": (self._pause_worker, None),
-            "agent killed": (self._kill_agent, 0),
-            "power fails": (self._power_fails, SAVE_INTERVAL),
+    def _possible(self) -> dict[str, tuple[Callable[[], bool], bool]]:
+        """What can strike now, and whether it may cost a step."""
+        faults = {
+            "worker killed": (self._kill_worker, True),
+            "worker paused": (self._pause_worker, False),
+            "agent killed": (self._kill_agent, True),
+            "power fails": (self._power_fails, True),
         }
         if len(self.nodes) > 1:
-            faults |= {"node lost": (self._lose_node, 0), "node leaves": (self._leave, None)}
+            faults |= {"node lost": (self._lose_node, True), "node leaves": (self._leave, False)}
         if len(self.nodes) < self._most:
-            faults["node joins"] = (self.join, None)
+            faults["node joins"] = (self.join, False)
         return faults
 
     def _kill_worker(self) -> bool:
@@ -207,6 +210,8 @@ class Cluster:
     def _power_fails(self) -> bool:
         for node in self.nodes:
             node.kill()
+        saved = read_manifests(LocalStore(self._folder / "snapshots"))
+        self._durable = saved[0].facts["step"] if saved else 0
         for node in self.nodes:
             shutil.rmtree(node.folder / "memory")
             node.start()

@@ -441,7 +441,7 @@ def find_image(uri: str) -> tuple[str, Image]:
                 f"there is no snapshot {redact(uri)}: name a run's folder, a snapshot folder or a file"
             ) from error
         if not beside:
-            log.warning("the bytes of %s/%s are not verified: its manifest (.json) is not beside it", store.uri, name)
+            log.info("the bytes of %s/%s are not verified: its manifest (.json) is not beside it", store.uri, name)
         return f"{store.uri}/{name}", image
     for place in (f"{uri.rstrip('/')}/snapshots", uri):
         store = open_store(place)

@@ -69,7 +69,7 @@ class Script(Cluster):
         self.rows, self._after = before, after
 
     def _possible(self) -> dict[str, Any]:
-        return {"worker killed": (lambda: True, 0)}
+        return {"worker killed": (lambda: True, True)}
 
     def read(self) -> None:
         self.rows, self._after = self.rows + self._after, []

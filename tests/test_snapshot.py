@@ -377,6 +377,7 @@ def test_loading_needs_nothing_but_the_image(tmp_path: Path, caplog: pytest.LogC
     alone.write_bytes(image_file(newest).read_bytes())
     torch.manual_seed(2)
     expected = GPT(CONFIG)
+    caplog.set_level("INFO", "mingpt")
     for place in (alone, image_file(newest), manifest_file(newest), tmp_path / "run", tmp_path / "run" / "snapshots"):
         model, tokenizer, metadata = load_snapshot(str(place))
         assert metadata["step"] == 2

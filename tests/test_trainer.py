@@ -401,7 +401,7 @@ def test_exact_reduction_from_python_refuses_what_it_cannot_do(dtype: torch.dtyp
 def test_a_validation_loss_that_is_no_number_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     tested = trainer(max_steps=30)
     losses = iter([math.nan, 2.0, 1.0, 3.0])
-    monkeypatch.setattr(tested, "evaluate", lambda: next(losses))
+    monkeypatch.setattr(tested, "_mean_loss", lambda _: next(losses))
     tested.fit()
     assert tested.best_val_loss == 1.0
 
