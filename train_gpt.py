@@ -174,12 +174,12 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
             book.event("start", start["step"], world_size=world.world_size, run_id=run.run_id, changes=start["changes"])
             if world.is_main:
                 show_start(config, world, run, trainer, corpus, dtype, threads, start["changes"])
-            trainer.fit(signals, notes)
-            distributed.barrier(world)  # the run ends together, after the last manifest
+            trainer.fit(signals, notes)  # which ends on all ranks together, after the last manifest
             book.event("stop" if trainer.stopped else "end", trainer.step)
             if trainer.stopped:
                 log.info("stopped on request at step %d; the same command goes on from there", trainer.step)
-            if trainer.last_manifest:
+            # A world that only forms anew has saved nothing here: the sums of an older step would mislead.
+            if trainer.last_manifest and trainer.last_manifest.facts["step"] == trainer.step:
                 show_result(config, trainer.last_manifest)
             return STOP_EXIT_CODE if trainer.stopped else 0
     except RuntimeError:
