@@ -59,7 +59,7 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
     config = load_config(argv, DEFAULT_CONFIG, distributed.device_type)
     world = distributed.locate(config.device)
     if world.local_rank == 0 and not preflight:
-        notes.began(distributed.STARTED, world.world_size)
+        notes.began(distributed.started(), world.world_size)
     for warning in [*(f"warning: {it}" for it in warnings(config)), *distributed.launch_warnings()]:
         if world.is_main:
             log.warning("%s", warning)
@@ -221,7 +221,7 @@ def connect(world: World, config: Config, store: Store, description: dict[str, A
 
 def versions() -> dict[str, str]:
     """Of what computes: equal on all ranks."""
-    return {"mingpt": f"{mingpt.__version__}, code {code_fingerprint()}", "torch": torch.__version__}
+    return {"mingpt": f"{mingpt.__version__}, code {CODE}", "torch": torch.__version__}
 
 
 def open_run(world: World, config: Config, store: Store, ram_dir: Path | None) -> tuple[Run, Snapshots]:
@@ -457,7 +457,7 @@ def digest(*values: object) -> str:
 
 
 def code_fingerprint() -> str:
-    """Of the sources: two ranks with the same version but other lines are not alike."""
+    """Of the sources, while they are what was loaded: two ranks of one version but other lines are not alike."""
     files = [*sorted(Path(mingpt.__file__).parent.glob("*.py")), Path(__file__)]
     return digest(*(file.read_text(encoding="utf-8") for file in files))
 
@@ -514,6 +514,8 @@ def main() -> int:
     except KeyboardInterrupt:  # before the training, which takes it for a wish to stop
         return 130
 
+
+CODE = code_fingerprint()
 
 if __name__ == "__main__":
     distributed.leave_process(main())

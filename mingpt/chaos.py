@@ -61,7 +61,7 @@ class Node:
         return self.launcher.poll() is None
 
     def agents(self) -> list[int]:
-        return [pid for pid in children(self.launcher.pid) if "\0agent\0" in command_of(pid)]
+        return [pid for pid in children(self.launcher.pid) if name_of(pid) == "mingpt-agent"]
 
     def workers(self) -> list[int]:
         return [worker for agent in self.agents() for worker in children(agent)]
@@ -228,9 +228,9 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def command_of(pid: int) -> str:
+def name_of(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
         return ""
 

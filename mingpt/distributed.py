@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 
-STARTED = time.time()  # before torch is loaded
+_STARTED = os.getpid(), time.time()  # before torch is loaded
 
 
 def die_with_parent() -> None:
@@ -495,6 +495,12 @@ def describe(world: World) -> str:
     endpoint = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     here = f"{world.world_size} ranks, {world.local_world_size} of them on this host"
     return f"{here}, restart {restart}, endpoint {endpoint}"
+
+
+def started() -> float:
+    """When this process began (seconds, as time.time); one that was forked with all code loaded begins now."""
+    pid, when = _STARTED
+    return when if pid == os.getpid() else time.time()
 
 
 def restart_count() -> int:

@@ -2,25 +2,33 @@
 
     python -m mingpt.launch --nnodes=1:4 --nproc-per-node=4 --rdzv-endpoint=HOST:PORT train_gpt.py [...]
 
-Run on every node. It checks the node before it joins, so that a bad one leaves the others alone; starts torchrun, and
-starts it again where its rendezvous dies; ends a crash loop with the first failing rank's own message; and turns
-SIGTERM and Ctrl-C into an agreed stop (exit code 75) of this node's workers, without which the other nodes go on.
+Run on every node. It checks the node before it joins, so that a bad one leaves the others alone; starts torchrun's
+agent, and starts it again where its rendezvous dies; ends a crash loop with the first failing rank's own message; and
+turns SIGTERM and Ctrl-C into an agreed stop (exit code 75) of this node's workers, without which the other nodes go on.
+
+It loads torch and the training's code once, and agents and workers are forked from it: a restart loads nothing.
 """
 
 import argparse
 import ctypes
 import fcntl
+import logging
+import multiprocessing
 import os
+import runpy
 import shlex
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 from mingpt.elastic import STOP_EXIT_CODE, Notes
 
@@ -90,15 +98,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _torchrun(options: argparse.Namespace, endpoint: str, is_host: bool) -> list[str]:
-    """torchrun's arguments."""
+def _torchrun(options: argparse.Namespace, endpoint: str, is_host: bool, over: int = 0) -> list[str]:
+    """torchrun's arguments. `over`: the meetings of this name that are over, in a file that keeps them."""
     place = "store_type=file" if "/" in endpoint else f"is_host={int(is_host)}"
     return [
         f"--nnodes={options.nnodes}",
         f"--nproc-per-node={options.nproc_per_node}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={endpoint or 'localhost:0'}",
-        f"--rdzv-id={options.rdzv_id}",
+        f"--rdzv-id={options.rdzv_id}{f'.{over}' if over else ''}",
         f"--rdzv-conf={place},{_RENDEZVOUS}",
         # Each survivor of a loss pays one. Crash loops are bounded here, by what our workers tell.
         f"--max-restarts={_HUGE if _is_ours(options.script) else STARTS}",
@@ -111,8 +119,8 @@ def _torchrun(options: argparse.Namespace, endpoint: str, is_host: bool) -> list
 
 
 def _is_ours(script: str) -> bool:
-    """Whether the script knows `--preflight`, and leaves notes for its launcher."""
-    return Path(script).name == "train_gpt.py"
+    """Whether it is the train_gpt.py of this code, which knows `--preflight` and leaves notes for its launcher."""
+    return Path(script).resolve() == Path(__file__).resolve().parent.parent / "train_gpt.py"
 
 
 class Launcher:
@@ -121,72 +129,135 @@ class Launcher:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
         self._notes = Notes(folder)
-        self._environment = {**os.environ, **_ENVIRONMENT, "MINGPT_LAUNCH": str(folder)}
-        self._environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without a word
-        self._environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a store that dies is a page of addresses
+        defaults = {
+            "OMP_NUM_THREADS": "1",  # as torchrun does, without a word
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # else a store that dies is a page of addresses
+        }
         # Else gloo and NCCL go by the host's name, which on many hosts stands for 127.0.1.1.
         if interface := options.local_addr and _interface(options.local_addr):
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                self._environment.setdefault(name, interface)
-        self._agent: subprocess.Popen[bytes] | None = None
+            defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        self._environment = {**defaults, **os.environ, **_ENVIRONMENT, "MINGPT_LAUNCH": str(folder)}
+        self._main: Callable[[], int] | None = None  # our script's, with all that it needs
+        self._child: ForkProcess | None = None  # the agent, or the look at the node before there is one
         self._stopping_since: float | None = None
 
     def run(self) -> int:
-        """The exit code: of torchrun, 75 after a stop, 2 for a node that cannot take part."""
+        """The exit code: of the training, 75 after a stop, 2 for a node that cannot take part."""
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._stop)
-        checked = not _is_ours(self._options.script)
+        os.environ.update(self._environment)  # before torch is loaded, which reads some of it
+        if _is_ours(self._options.script):
+            self._main = _load(self._options.script)
+            if refused := self._preflight():
+                return refused if self._stopping_since is None else STOP_EXIT_CODE
         attempts, progress = 0, 0
         while attempts < STARTS:
             endpoint, is_host = self._meeting_place()
+            if self._stopping_since is None:
+                agent = self._fork("mingpt-agent", self._join, endpoint, is_host)
             if self._stopping_since is not None:
+                self._end_child()
                 return STOP_EXIT_CODE
-            self._agent = self._start([sys.executable, "-m", "mingpt.launch", "agent"], endpoint, is_host)
-            refused = 0 if checked else self._preflight()
-            if refused or self._stopping_since is not None:  # a signal may have come before there was an agent to end
-                self._end_agent()
-                return refused if self._stopping_since is None else STOP_EXIT_CODE
-            checked = True
-            self._release()
             code = self._watch()
             if code is not None:
                 return code
-            _say(f"the agent has ended with code {self._agent.returncode}; joining again")
+            _say(f"the agent has ended with code {agent.exitcode}; joining again")
             time.sleep(min(attempts, 5))
             now = self._notes.progress()
             attempts, progress = (1 if now > progress else attempts + 1), now
         _say(f"error: the agent has ended {STARTS} times without a new step: see what it said")
         return 1
 
-    def _start(self, command: list[str], endpoint: str, is_host: bool) -> "subprocess.Popen[bytes]":
-        # Its own session: a Ctrl-C is the launcher's to pass on, once.
-        return subprocess.Popen(
-            [*command, *_torchrun(self._options, endpoint, is_host)], env=self._environment, stdin=subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
+    def _fork(self, name: str, work: Callable[..., int], *arguments: Any) -> ForkProcess:
+        """A process that ends with what `work` returns, and dies with this one."""
+        launcher = os.getpid()
+        handled = {number for number in _SIGNALS if signal.getsignal(number) == self._stop}
 
-    def _release(self) -> None:
-        """Lets the agent join: it has only loaded torch by now."""
-        assert self._agent is not None and self._agent.stdin is not None
+        def child() -> None:
+            os.setsid()  # a Ctrl-C is the launcher's to pass on, once
+            _settle(name, launcher, handled)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+            sys.exit(work(*arguments))
+
+        self._child = multiprocessing.get_context("fork").Process(target=child)
+        # Else one that comes now is the child's as well, in which our handler stops nobody, or finds no child to end.
+        signal.pthread_sigmask(signal.SIG_BLOCK, handled)
         try:
-            self._agent.stdin.write(b"1")
-            self._agent.stdin.close()
-        except BrokenPipeError:  # it is dead already, which is seen next
-            pass
+            self._child.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+        return self._child
 
     def _preflight(self) -> int:
-        """The script's own look at the node, while the agent loads torch; its exit code, its words are shown."""
-        command = [sys.executable, self._options.script, "--preflight", *self._options.arguments]
-        environment = {key: value for key, value in self._environment.items() if key != "MINGPT_LAUNCH"}
-        check = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-        while check.poll() is None:
+        """Our script's own look at the node; its exit code, its words are shown."""
+        check = self._fork("mingpt-check", self._look)
+        while check.exitcode is None:
             if self._stopping_since is not None:
                 check.kill()
-            time.sleep(_POLL_SECONDS / 2)
-        if check.returncode < 0 and self._stopping_since is None:  # no memory, most likely
-            _say(f"error: the look at this node was ended by signal {-check.returncode}")
-        return check.returncode if check.returncode >= 0 else 1
+            time.sleep(_POLL_SECONDS / 5)
+        if check.exitcode < 0 and self._stopping_since is None:  # no memory, most likely
+            _say(f"error: the look at this node was ended by signal {-check.exitcode}")
+        return check.exitcode if check.exitcode >= 0 else 1
+
+    def _look(self) -> int:
+        del os.environ["MINGPT_LAUNCH"]  # it has no say in what becomes of the agent
+        return self._call("--preflight")
+
+    def _join(self, endpoint: str, is_host: bool) -> int:
+        """The agent: torchrun itself, whose workers are forked where they are ours."""
+        os.environ["MINGPT_AGENT"] = str(os.getpid())  # when it dies before they look, their parent is another
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+        from torch.distributed.launcher.api import elastic_launch
+
+        if self._main and not self._options.nproc_per_node.isdecimal():
+            # Counted by another process: workers forked from one that has looked for GPUs could not use them.
+            with multiprocessing.get_context("fork").Pool(1) as pool:
+                count = pool.apply(run.determine_local_world_size, (self._options.nproc_per_node,))
+            self._options.nproc_per_node = str(count)
+        if self._main and "--train.reduction=exact" not in self._options.arguments:
+            loader = threading.Thread(target=_load_for_ddp, daemon=True)  # while the nodes meet
+            loader.start()
+            os.register_at_fork(before=loader.join)  # a lock that it held then, nobody would let go in the child
+        words, over = _torchrun(self._options, endpoint, is_host), 0
+        while True:
+            try:
+                if self._main:
+                    config, _, _ = run.config_from_args(run.parse_args(["--start-method=fork", *words]))
+                    elastic_launch(config, self._work)()
+                else:
+                    run.main(words)
+                return 0
+            except SignalException:  # told of by who sent it
+                return STOP_EXIT_CODE
+            except RendezvousError as error:
+                # A file keeps the meetings that are over: all nodes go to the first one that is not.
+                if isinstance(error, RendezvousClosedError) and "/" in endpoint:
+                    over += 1
+                    words = _torchrun(self._options, endpoint, is_host, over)
+                    continue
+                _say(f"the rendezvous has failed: {error.__cause__ or str(error) or 'it is closed'}")
+                return 1
+
+    def _work(self) -> None:
+        """A worker, which returns where it has succeeded."""
+        _settle(f"mingpt-rank-{os.environ['RANK']}", int(os.environ.pop("MINGPT_AGENT")), _SIGNALS)
+        if code := self._call():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _call(self, *words: str) -> int:
+        """Our script with its arguments; its exit code."""
+        assert self._main
+        sys.argv = [self._options.script, *words, *self._options.arguments]
+        try:
+            return self._main()
+        except Exception:  # noqa: BLE001  as Python itself does at the end of a script
+            traceback.print_exc()
+            return 1
 
     def _meeting_place(self) -> tuple[str, bool]:
         """The endpoint to meet at, and whether this node is its host: one that answers, else the first of this host."""
@@ -209,37 +280,34 @@ class Launcher:
 
     def _watch(self) -> int | None:
         """Waits for the agent's end, or sees to it; the exit code, None where it is to be started again."""
-        assert self._agent is not None
-        while self._agent.poll() is None:
+        assert self._child is not None
+        while self._child.exitcode is None:
             if self._stopping_since is None:
                 if verdict := self._notes.verdict():
-                    self._end_agent()
+                    self._end_child()
                     return int(verdict["code"])
                 failures, starts = self._notes.failures(), self._notes.starts()
                 if len(failures) >= FAILURES or starts > STARTS:
-                    self._end_agent()
+                    self._end_child()
                     return _tell_loop([*failures.values()], starts)
-            time.sleep(_POLL_SECONDS)
-        if self._agent.returncode == 0:
+            self._child.join(_POLL_SECONDS)
+        code = self._child.exitcode
+        if code == 0:
             return 0
         if self._stopping_since is not None:
-            killed = self._agent.returncode == -signal.SIGKILL  # its workers with it, whatever they were keeping
+            killed = code == -signal.SIGKILL  # its workers with it, whatever they were keeping
             return 1 if killed or self._notes.failures() else STOP_EXIT_CODE
         if verdict := self._notes.verdict():
             return int(verdict["code"])
-        return 2 if self._agent.returncode == 2 else None
+        return 2 if code == 2 else None
 
-    def _end_agent(self) -> None:
-        """With its workers, whom it gives the time to leave; nothing outlives it."""
-        assert self._agent is not None
-        if self._agent.stdin:
-            self._agent.stdin.close()
-        self._agent.terminate()
-        try:
-            self._agent.wait(40)
-        except subprocess.TimeoutExpired:
-            self._agent.kill()
-            self._agent.wait()
+    def _end_child(self) -> None:
+        """An agent with its workers, whom it gives the time to leave; nothing outlives it."""
+        if self._child and self._child.is_alive():
+            self._child.terminate()
+            self._child.join(40)
+            self._child.kill()
+            self._child.join()
 
     def _stop(self, number: int, _: object) -> None:
         """Passes a signal on as the wish to stop; a second Ctrl-C, two seconds later, ends everything at once."""
@@ -247,10 +315,10 @@ class Launcher:
         if self._stopping_since is None:
             self._stopping_since = now
             self._notes.stop()
-            if self._agent:
-                self._agent.terminate()
-        elif number == signal.SIGINT and now - self._stopping_since > 2 and self._agent:
-            self._agent.kill()  # the workers die with it
+            if self._child and self._child.pid:
+                self._child.terminate()
+        elif number == signal.SIGINT and now - self._stopping_since > 2 and self._child:
+            self._child.kill()  # the workers die with it
 
 
 def _answers(endpoint: str) -> bool:
@@ -325,36 +393,41 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def agent() -> int:
-    """torchrun itself, which loads torch and waits for a byte before it joins; it dies with its launcher."""
-    launcher = os.getppid()
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != launcher:
-            return 1
-    os.environ["MINGPT_AGENT"] = str(os.getpid())  # when it dies before they look, their parent is another
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+def _load(script: str) -> Callable[[], int]:
+    """Our script's `main`, with all that it and an agent import; this process has one thread still, and may fork."""
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    main = runpy.run_path(script, run_name="mingpt.launched")["main"]
+    import torch.distributed.launcher.api
+    import torch.distributed.run  # noqa: F401
 
-    if not sys.stdin.buffer.read(1):
-        return 1
-    words, over = sys.argv[2:], 0
-    while True:
-        try:
-            run.main([f"{word}.{over}" if over and word.startswith("--rdzv-id=") else word for word in words])
-            return 0
-        except SignalException:  # told of by who sent it
-            return STOP_EXIT_CODE
-        except RendezvousError as error:
-            # A file keeps the meetings that are over: all nodes go to the first one that is not.
-            if isinstance(error, RendezvousClosedError) and any("store_type=file" in word for word in words):
-                over += 1
-                continue
-            _say(f"the rendezvous has failed: {error.__cause__ or str(error) or 'it is closed'}")
-            return 1
+    # A worker that ended is one line, as torchrun itself has it, and no traceback of the agent's.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_without_traceback)
+    return main  # type: ignore[no-any-return]
+
+
+def _load_for_ddp() -> None:
+    """What DDP loads when it is made: a second's work, once and not in every worker."""
+    import torch._dynamo  # noqa: F401
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    record.exc_info = None
+    return True
+
+
+def _settle(name: str, parent: int, handled: Collection[signal.Signals]) -> None:
+    """Begins the life of a forked process: with a name for ps, its own signals, and an end with its parent's."""
+    for number in handled:
+        signal.signal(number, signal.SIG_DFL)
+    if sys.platform != "linux":
+        return
+    pr_set_pdeathsig, pr_set_name = 1, 15
+    prctl = ctypes.CDLL(None).prctl
+    prctl(pr_set_name, name.encode())
+    prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(agent() if sys.argv[1:2] == ["agent"] else main())
+    sys.exit(main())
