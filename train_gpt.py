@@ -61,7 +61,7 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
     if world.local_rank == 0 and not preflight:
         notes.began(distributed.started(), world.world_size)
     for warning in [*(f"warning: {it}" for it in warnings(config)), *distributed.launch_warnings()]:
-        if world.is_main:
+        if world.is_main and not preflight:
             log.warning("%s", warning)
 
     # What the run is: derived by every rank for itself, the same on all, and checked to be.

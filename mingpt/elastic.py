@@ -182,6 +182,11 @@ class Notes:
     def verdict(self) -> dict[str, Any] | None:
         return next(self._read("verdict"), None)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether workers were ever started."""
+        return self._folder is not None and any((self._folder / name).exists() for name in ("times", "alive"))
+
     def failures(self) -> dict[int, dict[str, Any]]:
         """The first failure of each start, by restart and in order, since a step was new."""
         first: dict[int, dict[str, Any]] = {}

@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import fcntl
 import logging
+import math
 import multiprocessing
 import os
 import runpy
@@ -34,6 +35,7 @@ from mingpt.elastic import STOP_EXIT_CODE, Notes
 
 FAILURES = 3  # of this node's own workers, each without a new step since the last: then trying again is in vain
 STARTS = 10  # of any cause but a world that grows
+LASTING_SECONDS = 60.0  # an agent that lived so long did not fail at its start
 PATIENCE_SECONDS = 5.0  # for each rendezvous endpoint that comes before one of this host
 _POLL_SECONDS = 0.1
 _HUGE = 10**6
@@ -154,6 +156,7 @@ class Launcher:
         attempts, progress = 0, 0
         while attempts < STARTS:
             endpoint, is_host = self._meeting_place()
+            since = time.monotonic()
             if self._stopping_since is None:
                 agent = self._fork("mingpt-agent", self._join, endpoint, is_host)
             if self._stopping_since is not None:
@@ -165,7 +168,9 @@ class Launcher:
             _say(f"the agent has ended with code {agent.exitcode}; joining again")
             time.sleep(min(attempts, 5))
             now = self._notes.progress()
-            attempts, progress = (1 if now > progress else attempts + 1), now
+            # One that waits for a place makes no steps, and outlives many who host the rendezvous.
+            lasted = now > progress or time.monotonic() - since > LASTING_SECONDS
+            attempts, progress = 1 if lasted else attempts + 1, now
         _say(f"error: the agent has ended {STARTS} times without a new step: see what it said")
         return 1
 
@@ -281,6 +286,7 @@ class Launcher:
     def _watch(self) -> int | None:
         """Waits for the agent's end, or sees to it; the exit code, None where it is to be started again."""
         assert self._child is not None
+        silent_until = time.monotonic() + PATIENCE_SECONDS
         while self._child.exitcode is None:
             if self._stopping_since is None:
                 if verdict := self._notes.verdict():
@@ -290,6 +296,12 @@ class Launcher:
                 if len(failures) >= FAILURES or starts > STARTS:
                     self._end_child()
                     return _tell_loop([*failures.values()], starts)
+                if time.monotonic() > silent_until and not self._notes.has_begun:
+                    _say(
+                        f"this node waits: fewer nodes are here than --nnodes={self._options.nnodes} needs, or as many "
+                        "as it allows, and this one takes over when another leaves"
+                    )
+                    silent_until = math.inf
             self._child.join(_POLL_SECONDS)
         code = self._child.exitcode
         if code == 0:

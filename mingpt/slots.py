@@ -95,7 +95,7 @@ class Slots:
         self._copying: Future[tuple[Tensor, bool]] | None = None
         self._committing: Future[None] | None = None
         self._stream: Any = None
-        self._registered = False
+        self._registered: bool | None = None  # with the device; None: not tried
         headers: list[_Header | None] = [None]
         if file:
             memory = torch.frombuffer(file.memory, dtype=torch.uint8)
@@ -165,7 +165,7 @@ class Slots:
         self._thread.shutdown()
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._whole().data_ptr())
-            self._registered = False
+            self._registered = None
         self._copying = self._committing = None
         self._places = []  # the memory goes with the last view of it
         if self._file:
@@ -215,7 +215,7 @@ class Slots:
 
     def _register(self) -> None:
         """Lets the device write into the slots itself, several times as fast; where it cannot, all goes on without."""
-        if not self._registered and self._file:
+        if self._registered is None and self._file:
             whole = self._whole()
             self._registered = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)) == 0
 

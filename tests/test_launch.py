@@ -1,5 +1,6 @@
 """Nodes that come and go under `python -m mingpt.launch`, as two agents on loopback; and what it is made of."""
 
+import argparse
 import itertools
 import os
 import re
@@ -17,7 +18,7 @@ import pytest
 from conftest import ROOT, Runs, free_port
 
 from mingpt.elastic import STOP_EXIT_CODE, Notes
-from mingpt.launch import _SIGNALS, Launcher, _parse, _tell_loop, main
+from mingpt.launch import _SIGNALS, LASTING_SECONDS, STARTS, Launcher, _parse, _tell_loop, main
 
 # Without an end: the training stops where the test says, and a run of just so many steps must come to the same bits.
 ENDLESS = {
@@ -356,6 +357,31 @@ def test_a_stop_that_is_cut_short_does_not_say_that_all_is_kept(tmp_path: Path, 
     assert agent.pid
     os.kill(agent.pid, end)
     assert node._watch() == code
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_node_that_waits_says_so(
+    tmp_path: Path, trains: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mingpt.launch.PATIENCE_SECONDS", 0.1)
+    node = launcher(tmp_path)
+    if trains:
+        Notes(tmp_path).began(time.time())
+    node._fork("agent", lambda: time.sleep(0.5))  # type: ignore[arg-type]
+    assert node._watch() == 0
+    assert capsys.readouterr().err.count("this node waits: fewer nodes are here than --nnodes=1 needs") == (not trains)
+
+
+def test_a_node_that_waits_outlives_many_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of which takes its agent with it, after a minute or an hour."""
+    node, ends = launcher(tmp_path), iter([None] * 3 * STARTS + [0])
+    clock = itertools.count(0, 2 * LASTING_SECONDS)
+    monkeypatch.setattr(node, "_fork", lambda *_: argparse.Namespace(exitcode=1))
+    monkeypatch.setattr(node, "_watch", lambda: next(ends))
+    monkeypatch.setattr("mingpt.launch.time", argparse.Namespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert node.run() == 0
 
 
 def test_a_process_that_may_fork_has_one_thread() -> None:
