@@ -16,8 +16,9 @@ import shlex
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,23 @@ DEFAULT_CONFIG = Path(__file__).parent / "configs" / "shakespeare_char.yaml"
 SAMPLE_TOKENS = 300
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What the run is: derived by every rank for itself, the same on all, and checked to be."""
+
+    config: Config
+    world: World
+    corpus: TokenFile
+    n_train: int  # the first tokens, all others are for validation
+    grid: Grid
+    max_steps: int
+    shape: GPTConfig
+    dtype: torch.dtype
+    threads: int
+    hardware: str
+    description: dict[str, Any]  # flat, by dotted names: as it is written down, and compared with what was
+
+
 @record  # under torchrun the first failing rank's own message ends its report
 def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
     """One run, from its description to its last snapshot; returns the exit code.
@@ -63,49 +81,16 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
     for warning in [*(f"warning: {it}" for it in warnings(config)), *distributed.launch_warnings()]:
         if world.is_main and not preflight:
             log.warning("%s", warning)
-
-    # What the run is: derived by every rank for itself, the same on all, and checked to be.
-    exact = config.train.reduction == "exact"
-    if exact:
-        distributed.make_deterministic(config.compile)
-    threads = distributed.set_threads(config.train.num_threads or int(exact), world)
-    dtype = distributed.pick_dtype(config.dtype, world.device)
-    corpus = open_corpus(config.data.path, config.data.tokenizer, config.data.vocab_size, config.data.cache_gb)
-    check_tokens(config, corpus)
-    n_train = corpus.split(config.data.val_fraction)
-    grid = Grid(
-        n_train, config.model.block_size, config.train.global_batch_size, config.train.micro_batch_size, config.seed
-    )
-    max_steps = config.train.max_steps or grid.steps(config.train.max_epochs or 1)
-    shape = GPTConfig(
-        vocab_size=corpus.tokenizer.vocab_size,
-        block_size=config.model.block_size,
-        **config.model.shape,
-        dropout=config.model.dropout,
-        bias=config.model.bias,
-        activation_checkpointing=config.model.activation_checkpointing,
-    )
-    check_size(shape, grid, max_steps, world)
-    # As it is written down, and compared with what was: no password of a URI goes into any file.
-    description = {key: redact(value) if isinstance(value, str) else value for key, value in flatten(config).items()}
-    description |= {f"model.{key}": value for key, value in config.model.shape.items()}
-    description |= {
-        "dtype": str(dtype).removeprefix("torch."),
-        "train.num_threads": threads,
-        "train.max_steps": max_steps,
-        "data.fingerprint": digest(corpus.fingerprint, n_train),
-    }
-    hardware = distributed.hardware(world.device)
+    plan = make_plan(config, world)
     store = open_store(config.snapshot_uri)
     if preflight:
-        newcomer.check(
-            config.name, config.run_dir, store, description, config.snapshot.resume, shared(config, description)
-        )
+        resume, ours = config.snapshot.resume, shared(config, plan.description)
+        newcomer.check(config.name, config.run_dir, store, plan.description, resume, ours)
         return 0
     distributed.seed_process(mix(config.seed))
-    model = GPT(shape).to(world.device)
-    self_check(model, grid, corpus.tokens[n_train:], max_steps, config)
-    connect(world, config, store, description, hardware)
+    model = GPT(plan.shape).to(world.device)
+    self_check(model, plan)
+    connect(plan, store)
     beat = distributed.Beat(world, config.elastic.timeout_seconds)
     notes.mark("start")
     trainer: Trainer | None = None
@@ -115,67 +100,32 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
             # Which run it continues, and from where: every node tells what it knows and has.
             ram_dir = slots.folder(config.elastic.ram_image, config.elastic.ram_dir)
             run, snapshots = open_run(world, config, store, ram_dir)
-            found, start = find_start(world, config, run, snapshots, ram_dir, model, corpus, description, hardware)
-            if found and found.is_kept and start["step"] >= max_steps:
-                log.info(
-                    "finished already: %d of %d steps; a larger --train.max_steps goes on", start["step"], max_steps
-                )
+            found, start = find_start(plan, run, snapshots, ram_dir, model)
+            if found and found.is_kept and start["step"] >= plan.max_steps:
+                log.info("finished already: %d of %d steps; a larger --train.max_steps goes on", start["step"],
+                         plan.max_steps)  # fmt: skip
                 if found.manifest:
                     show_result(config, found.manifest)
                 slots.remove_files(ram_dir, run.run_id)
                 return 0
-            book = open_books(world, config, run, snapshots, description)
-            trainer = Trainer(
-                model,
-                corpus.tokens[:n_train],
-                corpus.tokens[n_train:],
-                block_size=config.model.block_size,
-                max_steps=max_steps,
-                global_batch_size=config.train.global_batch_size,
-                micro_batch_size=config.train.micro_batch_size,
-                seed=config.seed,
-                reduction=config.train.reduction,
-                on_nonfinite=config.train.on_nonfinite,
-                **asdict(config.optim),
-                dtype=dtype,
-                compile=config.compile,
-                eval_interval=config.train.eval_interval,
-                eval_sequences=config.train.eval_sequences,
-                sample_interval=config.train.sample_interval,
-                log_interval=config.log.interval,
-                save_interval=config.snapshot.save_interval,
-                save_interval_seconds=config.snapshot.save_interval_seconds,
-                on_error=config.snapshot.on_error,
-                world=world,
-                generation=run.generation,
-                snapshots=snapshots,
-                ram_dir=ram_dir,
-                metrics=book,
-                sample=lambda: sample_text(model, corpus, config.seed),
-                description={
-                    "mingpt": mingpt.__version__,
-                    "run_id": run.run_id,
-                    "config": description,
-                    "model": asdict(model.config),
-                    "tokenizer": corpus.tokenizer.to_dict(),
-                    "fingerprints": {
-                        "tokenizer": corpus.tokenizer.fingerprint,
-                        "data": description["data.fingerprint"],
-                    },
-                    "hardware": hardware,
-                },
-            )
+            book = open_books(plan, run, snapshots)
+            entries = list(metrics.read_metrics(book_file(config), run.run_id)) if world.heads_node else []
+            past = look_back(world, entries, notes)
+            steps_lost = max(0, past.step - start["step"])
+            trainer = make_trainer(plan, run, snapshots, ram_dir, model, book, past, steps_lost)
             # A changed setting changes the losses: then there is nothing to see again.
-            replayed = {} if start["changes"] else losses_after(start["step"], config) if world.is_main else {}
+            replayed = {} if start["changes"] else losses_after(start["step"], entries)
             image, manifest, owner = (found.image, found.manifest, found.holding.rank) if found else (None, None, 0)
             trainer.restore(image, manifest, replayed, owner)
             notes.mark("restored")
             found = image = None  # else the file stays mapped, and on disk, until the run ends
-            book.event("start", start["step"], world_size=world.world_size, run_id=run.run_id, changes=start["changes"])
+            facts = start_facts(plan, run, steps_lost, start["changes"])
+            book.event("start", start["step"], **facts)
             if world.is_main:
-                show_start(config, world, run, trainer, corpus, dtype, threads, start["changes"])
+                show_start(plan, run, trainer, facts)
             trainer.fit(signals, notes)  # which ends on all ranks together, after the last manifest
-            book.event("stop" if trainer.stopped else "end", trainer.step)
+            balance = {"best_val_loss": trainer.best_val_loss, "goodput": trainer.ledger.goodput}
+            book.event("stop" if trainer.stopped else "end", trainer.step, **balance)
             if trainer.stopped:
                 log.info("stopped on request at step %d; the same command goes on from there", trainer.step)
             # A world that only forms anew has saved nothing here: the sums of an older step would mislead.
@@ -197,6 +147,123 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
         notes.mark("stopped")
 
 
+def make_plan(config: Config, world: World) -> Plan:
+    """Opens the text and derives everything from it and the config; raises ValueError where they do not go together."""
+    exact = config.train.reduction == "exact"
+    if exact:
+        distributed.make_deterministic(config.compile)
+    threads = distributed.set_threads(config.train.num_threads or int(exact), world)
+    dtype = distributed.pick_dtype(config.dtype, world.device)
+    corpus = open_corpus(config.data.path, config.data.tokenizer, config.data.vocab_size, config.data.cache_gb)
+    check_tokens(config, corpus)
+    n_train = corpus.split(config.data.val_fraction)
+    grid = Grid(
+        n_train, config.model.block_size, config.train.global_batch_size, config.train.micro_batch_size, config.seed
+    )
+    max_steps = config.train.max_steps or grid.steps(config.train.max_epochs or 1)
+    shape = GPTConfig(
+        vocab_size=corpus.tokenizer.vocab_size,
+        block_size=config.model.block_size,
+        **config.model.shape,
+        dropout=config.model.dropout,
+        bias=config.model.bias,
+        activation_checkpointing=config.model.activation_checkpointing,
+    )
+    check_size(shape, grid, max_steps, world)
+    # No password of a URI goes into any file.
+    description = {key: redact(value) if isinstance(value, str) else value for key, value in flatten(config).items()}
+    description |= {f"model.{key}": value for key, value in config.model.shape.items()}
+    description |= {
+        "dtype": str(dtype).removeprefix("torch."),
+        "train.num_threads": threads,
+        "train.max_steps": max_steps,
+        "data.fingerprint": digest(corpus.fingerprint, n_train),
+    }
+    hardware = distributed.hardware(world.device)
+    return Plan(config, world, corpus, n_train, grid, max_steps, shape, dtype, threads, hardware, description)
+
+
+def make_trainer(
+    plan: Plan,
+    run: Run,
+    snapshots: Snapshots,
+    ram_dir: Path | None,
+    model: GPT,
+    book: metrics.Metrics,
+    past: metrics.Past,
+    steps_lost: int,
+) -> Trainer:
+    """The trainer of the plan, at step 0."""
+    config, corpus = plan.config, plan.corpus
+    return Trainer(
+        model,
+        corpus.tokens[: plan.n_train],
+        corpus.tokens[plan.n_train :],
+        block_size=config.model.block_size,
+        max_steps=plan.max_steps,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        seed=config.seed,
+        reduction=config.train.reduction,
+        on_nonfinite=config.train.on_nonfinite,
+        **asdict(config.optim),
+        dtype=plan.dtype,
+        compile=config.compile,
+        eval_interval=config.train.eval_interval,
+        eval_sequences=config.train.eval_sequences,
+        sample_interval=config.train.sample_interval,
+        log_interval=config.log.interval,
+        save_interval=config.snapshot.save_interval,
+        save_interval_seconds=config.snapshot.save_interval_seconds,
+        on_error=config.snapshot.on_error,
+        world=plan.world,
+        generation=run.generation,
+        snapshots=snapshots,
+        ram_dir=ram_dir,
+        metrics=book,
+        sample=lambda: sample_text(model, corpus, config.seed),
+        description={
+            "mingpt": mingpt.__version__,
+            "run_id": run.run_id,
+            "config": plan.description,
+            "model": asdict(model.config),
+            "tokenizer": corpus.tokenizer.to_dict(),
+            "fingerprints": {
+                "tokenizer": corpus.tokenizer.fingerprint,
+                "data": plan.description["data.fingerprint"],
+            },
+            "hardware": plan.hardware,
+        },
+        flops_per_token=model.flops_per_token(),
+        began=past.began,
+        steps_lost=steps_lost if run.generation > 1 else None,
+    )
+
+
+def look_back(world: World, entries: Sequence[dict[str, Any]], notes: Notes) -> metrics.Past:
+    """What all nodes know of the run's earlier starts, each by the `entries` of its metrics.jsonl and its launcher."""
+    known = metrics.recall(entries)
+    known["last"] = max(filter(None, [known["last"], notes.last]), default=None)
+    return metrics.look_back(distributed.gather_json(world, known))
+
+
+def start_facts(plan: Plan, run: Run, steps_lost: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """What the event of a start tells."""
+    return {
+        "world_size": plan.world.world_size,
+        "run_id": run.run_id,
+        "restarts": run.generation - 1,
+        "hosts": [*Counter(distributed.hosts(plan.world)).items()],
+        "steps_lost": steps_lost,
+        "changes": changes,
+        "config": plan.description,
+    }
+
+
+def book_file(config: Config) -> Path:
+    return config.run_dir / "metrics.jsonl"
+
+
 def shared(config: Config, description: dict[str, Any]) -> dict[str, Any]:
     """What all ranks of a world have in common."""
     # Threads change bits, which only exact mode promises.
@@ -204,14 +271,15 @@ def shared(config: Config, description: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in {**description, **versions()}.items() if key not in own}
 
 
-def connect(world: World, config: Config, store: Store, description: dict[str, Any], hardware: str) -> None:
+def connect(plan: Plan, store: Store) -> None:
     """Makes the process group, once all ranks have shown that they are about to do the same."""
-    ours = shared(config, description)
-    hello = {**ours, "device": world.device.type}
+    config = plan.config
+    ours = shared(config, plan.description)
+    hello = {**ours, "device": plan.world.device.type}
     if config.train.reduction == "exact":
-        hello["hardware (which exact reduction needs equal)"] = hardware
+        hello["hardware (which exact reduction needs equal)"] = plan.hardware
     try:
-        distributed.connect(world, hello, config.elastic.timeout_seconds)
+        distributed.connect(plan.world, hello, config.elastic.timeout_seconds)
     except UnlikeError as error:
         # Whoever is not as the run was begun is the one to go; the others form the world without it.
         if newcomer.is_as_recorded(config.run_dir, store, ours):
@@ -233,22 +301,15 @@ def open_run(world: World, config: Config, store: Store, ram_dir: Path | None) -
 
 
 def find_start(
-    world: World,
-    config: Config,
-    run: Run,
-    snapshots: Snapshots,
-    ram_dir: Path | None,
-    model: GPT,
-    corpus: TokenFile,
-    description: dict[str, Any],
-    hardware: str,
+    plan: Plan, run: Run, snapshots: Snapshots, ram_dir: Path | None, model: GPT
 ) -> tuple[Found | None, dict[str, Any]]:
     """The newest image of all nodes to go on from (None: a new run), and the step and changes that all obey.
 
     A new run takes the weights of `snapshot.init_from`. Raises ValueError, on every rank, where the description is not
     the run's, or where the run was saved once and nothing of it is left.
     """
-    found = election.find_newest(world, snapshots, ram_dir)
+    config, corpus = plan.config, plan.corpus
+    found = election.find_newest(plan.world, snapshots, ram_dir)
 
     def judge() -> dict[str, Any]:
         if found is None:
@@ -272,12 +333,13 @@ def find_start(
         if not found.is_kept:
             log.info("going on from %s", found.holding)
         check_symbols(saved, corpus, str(found.holding))
-        changes = changes_on_resume(saved["config"], description, config.snapshot.resume)
-        if config.train.reduction == "exact" and saved["hardware"] != hardware:
-            log.warning("warning: bits will differ: the run began on %s, this is %s", saved["hardware"], hardware)
+        changes = changes_on_resume(saved["config"], plan.description, config.snapshot.resume)
+        began_on = saved["hardware"]
+        if config.train.reduction == "exact" and began_on != plan.hardware:
+            log.warning("warning: bits will differ: the run began on %s, this is %s", began_on, plan.hardware)
         return {"step": saved["step"], "changes": changes}
 
-    return found, distributed.decide(world, judge)
+    return found, distributed.decide(plan.world, judge)
 
 
 def check_tokens(config: Config, corpus: TokenFile) -> None:
@@ -315,12 +377,10 @@ def check_symbols(saved: dict[str, Any], corpus: TokenFile, source: str) -> None
     )
 
 
-def open_books(
-    world: World, config: Config, run: Run, snapshots: Snapshots, description: dict[str, Any]
-) -> metrics.Metrics:
+def open_books(plan: Plan, run: Run, snapshots: Snapshots) -> metrics.Metrics:
     """Makes the run's folders and files; its metrics. Fails here and not at the first save where it may not write."""
-    out_dir = config.run_dir
-    facts = {"name": config.name, "config": description, "versions": versions()}
+    world, config, out_dir = plan.world, plan.config, plan.config.run_dir
+    facts = {"name": config.name, "config": plan.description, "versions": versions()}
 
     def write() -> None:
         try:
@@ -340,14 +400,13 @@ def open_books(
             record_run(run, out_dir, None, facts)
 
     distributed.gather(world, note)  # on every node, which may be another run's first rank next time
-    return metrics.Metrics(out_dir / "metrics.jsonl" if world.is_main else None, run.generation)
+    return metrics.Metrics(book_file(config) if world.is_main else None, run.generation)
 
 
-def losses_after(step: int, config: Config) -> dict[int, float]:
+def losses_after(step: int, entries: Sequence[dict[str, Any]]) -> dict[int, float]:
     """What was logged beyond `step` before a restart, by step."""
-    rows = metrics.read_metrics(config.run_dir / "metrics.jsonl")
     return {
-        row["step"]: row["train/loss"] for row in rows if row["step"] > step and type(row.get("train/loss")) is float
+        row["step"]: row["train/loss"] for row in entries if row["step"] > step and type(row.get("train/loss")) is float
     }
 
 
@@ -373,12 +432,13 @@ def check_size(shape: GPTConfig, grid: Grid, max_steps: int, world: World) -> No
         raise ValueError(f"train.max_epochs comes to {max_steps} steps, more than 2**31 - 1: make it smaller")
 
 
-def self_check(model: GPT, grid: Grid, val_tokens: Any, max_steps: int, config: Config) -> None:
+def self_check(model: GPT, plan: Plan) -> None:
     """Before anything is spent: raises ValueError where the model sees the future, data leaks or does not suffice."""
+    config, grid, val_tokens = plan.config, plan.grid, plan.corpus.tokens[plan.n_train :]
     check_causal(model, model.config.vocab_size, model.config.block_size, next(model.parameters()).device)
     if len(val_tokens) or config.data.val_fraction:
         Validation(val_tokens, config.model.block_size, config.train.micro_batch_size, config.train.eval_sequences)
-    for step in (0, max_steps - 1):
+    for step in (0, plan.max_steps - 1):
         starts = grid.starts(step)
         if starts.min() < 0 or starts.max() + grid.block_size >= grid.n_tokens:
             raise ValueError(f"update {step} would read beyond the {grid.n_tokens} training tokens; report this")
@@ -392,29 +452,18 @@ def sample_text(model: GPT, corpus: TokenFile, seed: int) -> str:
     return tokenizer.decode([int(token) for token in model.generate(prompt, SAMPLE_TOKENS, generator=generator)])
 
 
-def show_start(
-    config: Config,
-    world: World,
-    run: Run,
-    trainer: Trainer,
-    corpus: TokenFile,
-    dtype: torch.dtype,
-    threads: int,
-    changes: dict[str, Any],
-) -> None:
+def show_start(plan: Plan, run: Run, trainer: Trainer, facts: dict[str, Any]) -> None:
     """What the world is and what it is about to do."""
-    grid, model = trainer.grid, trainer.model
-    assert isinstance(model, GPT)
+    config, world, grid, shape, corpus = plan.config, plan.world, plan.grid, plan.shape, plan.corpus
     shares = [len(share(rank, world.world_size, grid.cells)) for rank in range(world.world_size)]
     log.info("run %s (%s), generation %d: %s", config.name, run.run_id, run.generation, distributed.describe(world))
     log.info(
         "device %s, dtype %s, %d CPU thread(s) a rank, %s reduction",
-        world.device, str(dtype).removeprefix("torch."), threads, config.train.reduction,
+        world.device, plan.description["dtype"], plan.threads, config.train.reduction,
     )  # fmt: skip
     log.info(
         "model %s parameters, %d layers, %d heads, %d wide, block %d, vocabulary %d",
-        f"{model.config.num_parameters:,}", model.config.n_layer, model.config.n_head, model.config.n_embd,
-        model.config.block_size, model.config.vocab_size,
+        f"{shape.num_parameters:,}", shape.n_layer, shape.n_head, shape.n_embd, shape.block_size, shape.vocab_size,
     )  # fmt: skip
     log.info(
         "data %s: %s tokens, %s for training, %d windows an epoch", corpus.path, f"{len(corpus.tokens):,}",
@@ -435,7 +484,7 @@ def show_start(
         )  # fmt: skip
     if grid.windows < grid.global_batch_size:
         log.warning("warning: an epoch has %d windows, fewer than a step's %d", grid.windows, grid.global_batch_size)
-    for key, (then, now) in changes.items():
+    for key, (then, now) in facts["changes"].items():
         log.info("changed since the last start: %s was %s, is %s now", key, then, now)
     verb = "going on" if trainer.step else "starting"
     log.info("%s at step %d of %d; snapshots in %s", verb, trainer.step, trainer.max_steps, redact(config.snapshot_uri))

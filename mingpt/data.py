@@ -3,6 +3,7 @@
 `tokens` is any 1-D numpy array of whole numbers, an `np.memmap` too, or what mingpt/tokens.py opens.
 """
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -24,6 +25,7 @@ class Batches:
         choose = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batches", initializer=choose)
         self._ahead: tuple[int, range, Future[tuple[Tensor, Tensor]]] | None = None
+        self.waited_seconds = 0.0  # by who asked for `cells`, in all
 
     def cells(self, step: int, share: range) -> list[tuple[Tensor, Tensor]]:
         """(idx, targets) of each cell in `share` of update `step`, int64, (micro_batch_size, block_size) each.
@@ -31,10 +33,12 @@ class Batches:
         Raises what reading them raised, in whichever thread.
         """
         ahead, self._ahead = self._ahead, None
+        asked = time.perf_counter()
         if ahead and ahead[:2] == (step, share):
             idx, targets = ahead[2].result()
         else:
             idx, targets = self._read(step, share)
+        self.waited_seconds += time.perf_counter() - asked
         self._ahead = step + 1, share, self._thread.submit(self._read, step + 1, share)
         idx, targets = (x.to(self._device, non_blocking=True) for x in (idx, targets))
         return list(zip(idx, targets, strict=True))

@@ -33,6 +33,7 @@ import json
 import logging
 import platform
 import random
+import re
 import secrets
 import socket
 import threading
@@ -157,6 +158,37 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise ValueError(f"dtype=bfloat16 is not supported by {torch.cuda.get_device_name(device)}; set dtype=auto")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+
+
+# Of dense matrix products, in TFLOP/s: bfloat16 and float16, TF32, float32 (NVIDIA's data sheets). The first part of a
+# name that fits counts. Other devices, and those that have no such products, are not known.
+_PEAKS = {
+    "B200": (2250.0, 1125.0, 75.0),
+    "H200 NVL": (835.5, 417.5, 60.0),
+    "H200": (989.5, 494.5, 67.0),
+    "H100 NVL": (835.5, 417.5, 60.0),
+    "H100 PCIe": (756.0, 378.0, 51.0),
+    "H100": (989.5, 494.5, 67.0),
+    "A100": (312.0, 156.0, 19.5),
+    "L40S": (362.0, 183.0, 91.6),
+    "A40": (149.7, 74.8, 37.4),
+    "L4": (121.0, 60.0, 30.3),
+    "A10G": (70.0, 35.0, 31.5),
+    "RTX 4090": (165.2, 82.6, 82.6),
+    "RTX 3090": (71.0, 35.6, 35.6),
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that the device could do in matrix products of `dtype`; None where that is not known, as of any CPU."""
+    if device.type != "cuda":
+        return None
+    return _peak_of(torch.cuda.get_device_name(device), dtype, torch.get_float32_matmul_precision() != "highest")
+
+
+def _peak_of(name: str, dtype: torch.dtype, tf32: bool) -> float | None:
+    row = next((peaks for part, peaks in _PEAKS.items() if re.search(rf"\b{part}\b(?!.*Laptop)", name)), None)
+    return row and 1e12 * row[0 if dtype != torch.float32 else 1 if tf32 else 2]
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -106,6 +106,7 @@ class Notes:
         self._folder = folder
         self._restart = restart
         self._reached = 0  # the highest step before this start
+        self.last: tuple[float, int] | None = None  # when (as time.time) the step before this start was done, and which
 
     def mark(self, what: str, **facts: object) -> None:
         """Notes that `what` happened now."""
@@ -158,8 +159,9 @@ class Notes:
         alive, reached = self._folder / "alive", self._folder / "reached"
         self._reached = _number(reached)
         if alive.exists():
-            self._append("times", {"what": "before", "time": alive.stat().st_mtime})
-            self._reached = max(self._reached, _number(alive))
+            self.last = alive.stat().st_mtime, _number(alive)
+            self._append("times", {"what": "before", "time": self.last[0]})
+            self._reached = max(self._reached, self.last[1])
             alive.unlink()
             reached.write_text(str(self._reached), encoding="ascii")
         self._append("times", {"what": "rendezvous", "time": when})

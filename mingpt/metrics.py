@@ -2,6 +2,7 @@
 
 The file is append-only and one JSON object a line, so that a kill costs at most the line it tore. A row is
 `{"step", "time", "generation", <metric>: number, ...}`; after a restart a step may stand twice, and the last row wins.
+An event is `{"event", "step", "time", "generation", ...}`. README.md says what each of them means.
 """
 
 import io
@@ -10,7 +11,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +72,75 @@ def _ends_with_newline(file: Any) -> bool:
     return bool(file.read(1) == b"\n")
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows and events of a `metrics.jsonl` in the order they were written.
+@dataclass
+class Ledger:
+    """What the run's time went into, through all its restarts: every image carries it on."""
+
+    began: float = 0.0  # unix time of the run's first start
+    step: int = 0  # of the last row
+    useful_seconds: float = 0.0  # of the steps up to that row, each counted once
+
+    def note(self, step: int, step_seconds: float) -> None:
+        """A row of `step` is due; the steps since the row before took `step_seconds` each."""
+        self.useful_seconds += (step - self.step) * step_seconds
+        self.step = step
+
+    @property
+    def goodput(self) -> float:
+        """The useful share of all the time since the run began."""
+        return self.useful_seconds / max(time.time() - self.began, 1e-9)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What is known of a run's earlier starts."""
+
+    began: float | None  # unix time of the first one
+    step: int  # at which the run was last seen
+    steps_lost: int  # that were done again, in all
+
+
+def recall(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What one node's rows and events tell of them, as JSON for `look_back`.
+
+    `starts` are (generation, time, steps lost), `last` is (time, step) of the newest sign of the run.
+    """
+    starts, last = [], None
+    for entry in entries:
+        if entry.get("event") == "start":
+            starts.append((entry["generation"], entry["time"], entry.get("steps_lost", 0)))
+        if entry.get("event") == "start" or "train/loss" in entry:
+            last = entry["time"], entry["step"]
+    return {"starts": starts, "last": last}
+
+
+def look_back(nodes: Sequence[Mapping[str, Any]]) -> Past:
+    """What all nodes' `recall` tell together: one that rank 0 was on knows its own starts alone."""
+    starts = {generation: (when, lost) for node in nodes for generation, when, lost in node["starts"]}
+    newest = max((node["last"] for node in nodes if node["last"]), default=(0, 0))
+    began = min((when for when, _ in starts.values()), default=None)
+    return Past(began, newest[1], sum(lost for _, lost in starts.values()))
+
+
+def read_metrics(path: Path, run_id: str | None = None) -> Iterator[dict[str, Any]]:
+    """The rows and events of a `metrics.jsonl`, or those of one run in it, in the order they were written.
 
     Lines that are torn or not ours are skipped. Nothing where there is no such file; OSError where it cannot be read.
     """
     if not path.exists():
         return
+    wanted = run_id is None
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 entry = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+                continue
+            if run_id is not None and entry.get("event") == "start":
+                wanted = entry.get("run_id") == run_id
+            if wanted:
                 yield entry
 
 

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from numbers import Integral, Real
 from pathlib import Path
 from statistics import median
@@ -31,7 +32,7 @@ from mingpt.distributed import Control, World
 from mingpt.elastic import Notes, StopSignals
 from mingpt.grid import Grid, mix, share
 from mingpt.image import Image, encoded_size, restore_rng, rng_tensors, xxh3
-from mingpt.metrics import Metrics, duration
+from mingpt.metrics import Ledger, Metrics, duration
 from mingpt.optim import SCHEDULES, learning_rate_at, make_optimizer, optimizer_tensors
 from mingpt.reduction import ExactReduction, FastReduction
 from mingpt.slots import Slots
@@ -78,8 +79,10 @@ class Trainer:
     in optimizer steps. `world` is this process among the ranks (None: as the environment says), `generation` the number
     of its formation. Rank 0 alone writes into `snapshots` (None: nothing is saved) and `metrics`; the first rank of
     each node keeps images of that run in `ram_dir` (None: nowhere), until `fit` is done. `sample` returns a text to
-    show, `description` is kept in every image. Call `restore` to go on from an image, then `fit`, once; afterwards
-    `step`, `val_loss` and `stopped` tell how it ended.
+    show, `description` is kept in every image. `flops_per_token` (of forward and backward) is what a share of the
+    device's peak is told by; of a run that goes on `began` is the unix time of its first start, `steps_lost` how many
+    steps it does again. Call `restore` to go on from an image, then `fit`, once; afterwards `step`, `val_loss` and
+    `stopped` tell how it ended.
 
     Raises ValueError for settings that contradict each other or the data.
     """
@@ -122,6 +125,9 @@ class Trainer:
         metrics: Metrics | None = None,
         sample: Callable[[], str] | None = None,
         description: Mapping[str, object] | None = None,
+        flops_per_token: float | None = None,
+        began: float | None = None,
+        steps_lost: int | None = None,
     ) -> None:
         given = dict(locals())
         for name, (kind, fits, expected) in _SETTINGS.items():
@@ -179,6 +185,9 @@ class Trainer:
         self._sample = sample
         self._description = dict(description or {})
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        peak = distributed.peak_flops(self.world.device, dtype)
+        # The share of what the devices could do that a token a second is.
+        self._mfu_per_rate = flops_per_token / peak / self.world.world_size if flops_per_token and peak else None
 
         # The position, and what is known at it.
         self.step = 0
@@ -212,7 +221,10 @@ class Trainer:
         self._cost = 0.0  # seconds that all images kept the training
         # Seconds that saving and RAM images kept the training since the last row.
         self._kept = {"perf/snapshot_stall_seconds": 0.0, "perf/ram_image_seconds": 0.0}
-        self._recovery_seconds = 0.0  # from the last step before a restart to the first one after it
+        self._waited = 0.0  # for data, up to the last row
+        # What the first row after a restart tells.
+        self._restart: dict[str, float] = {} if steps_lost is None else {"elastic/steps_lost": steps_lost}
+        self.ledger = Ledger(began or 0.0)
         self._restored = False
         self._restored_compiled: bool | None = None
         self._first_step = 0
@@ -232,6 +244,7 @@ class Trainer:
             self._warm_up()
         self._open_slots()
         distributed.seed_all(mix(self._seed, self.step))
+        self.ledger.began = self.ledger.began or time.time()
         self._first_step = self.step
         self._watch = _Stopwatch(self.step)
         try:
@@ -241,7 +254,7 @@ class Trainer:
                     self._control.start(stop=signals.wanted, leave=self._leaves, broken=int(self._broken_seen) >= 0)
                     self._update()
                     if notes and self.world.local_rank == 0:
-                        self._tell(notes)
+                        notes.step(self.step)
                 distributed.barrier(self.world)  # the last snapshot is safe
                 # It may lie on a disk of a node that leaves: those that stay go on from what they have in memory.
                 stays = self.stopped and not self.world.is_main and not self._leaves
@@ -275,15 +288,6 @@ class Trainer:
         self.step += 1
         distributed.seed_all(mix(self._seed, self.step))  # whoever draws now draws the same on every rank
 
-    def _tell(self, notes: Notes) -> None:
-        """Lets the launcher know that a step is done; of the first one after a restart, how long there was none."""
-        if self.step == self._first_step + 1 and (parts := notes.stepped()):
-            self._recovery_seconds = parts["seconds"]
-            self.metrics.event("recovery", self.step, **parts)
-            named = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if name != "seconds")
-            log.info("recovered: %.1f s from the last step before to this one (%s)", parts["seconds"], named)
-        notes.step(self.step)
-
     def _due_before_step(self) -> bool:
         """Does what is due at `step`; False when the training ends here. In this order a kill anywhere is harmless."""
         flags = self._control.read()
@@ -295,6 +299,8 @@ class Trainer:
         # The flag of the last update would come too late.
         if flags["broken"] or ((end or self.stopped) and int(self._broken) >= 0):
             self._report_broken()
+        if self.step == self._first_step + 1:
+            self._tell_recovery()
         row: dict[str, float] = {}
         if self.step > self._first_step and self._is_log_due(self.step):
             row = self._log()
@@ -302,6 +308,8 @@ class Trainer:
             improved = False
             if self.validation and (end or self._is_eval_due()) and not self.stopped:
                 improved = self._evaluate(row)
+            if "perf/step_seconds" in row:
+                row["perf/goodput"] = self.ledger.goodput
             if row:
                 self.metrics.row(self.step, row)
             if self._sample and (end or self._is_due(self._sample_interval, self.step)) and not self.stopped:
@@ -409,19 +417,24 @@ class Trainer:
 
     def _log(self) -> dict[str, float]:
         """Tells of the last update on the console, and gives its row; on rank 0 alone, who waits for the device."""
+        loss = norm = math.nan
+        if self.world.is_main:
+            assert self._loss is not None, "it is summed in every step whose row is due"
+            loss, norm = float(self._loss), float(self._grad_norm)
+        steps, seconds = self._watch.lap(self.step)
+        self.ledger.note(self.step, seconds)  # by every rank: rank 0 may be the one that is lost
+        waited, self._waited = self.batches.waited_seconds - self._waited, self.batches.waited_seconds
         if not self.world.is_main:
             return {}
-        assert self._loss is not None, "it is summed in every step whose row is due"
-        loss, norm = float(self._loss), float(self._grad_norm)
         lr = learning_rate_at(self.step - 1, **self._schedule)  # of the update that this row is about
-        steps, seconds = self._watch.lap(self.step)
         kept, self._kept = self._kept, dict.fromkeys(self._kept, 0.0)
-        recovered, self._recovery_seconds = self._recovery_seconds, 0.0
-        rate = steps * self.grid.tokens_per_step / seconds
-        left = (self.max_steps - self.step) * seconds / steps
+        restart, self._restart = self._restart, {}
+        rate = self.grid.tokens_per_step / seconds
+        mfu = {"perf/mfu": rate * self._mfu_per_rate} if self._mfu_per_rate else {}
         log.info(
-            "step %*d/%d  loss %.4f  lr %.2e  norm %.2f  %9s tokens/s  left %s",
-            len(str(self.max_steps)), self.step, self.max_steps, loss, lr, norm, f"{rate:,.0f}", duration(left),
+            "step %*d/%d  loss %.4f  lr %.2e  norm %.2f  %9s tokens/s%s  left %s",
+            len(str(self.max_steps)), self.step, self.max_steps, loss, lr, norm, f"{rate:,.0f}",
+            "".join(f"  mfu {share:5.1%}" for share in mfu.values()), duration((self.max_steps - self.step) * seconds),
         )  # fmt: skip
         if (skips := int(self._skips)) > self._skips_told:
             last = int(self._skipped[(skips - 1) % SKIPS_LISTED])
@@ -439,15 +452,33 @@ class Trainer:
             "train/lr": lr,
             "train/grad_norm": norm,
             "perf/tokens_per_second": rate,
-            "perf/step_seconds": seconds / steps,
+            "perf/step_seconds": seconds,
+            **mfu,
+            "perf/data_wait_share": waited / (steps * seconds),
             **kept,
             "elastic/ram_image_interval": self._cadence.every if self.slots and self.slots.shared else 0,
             "data/samples_seen": self.grid.samples_seen(self.step),
+            "data/tokens_seen": self.grid.samples_seen(self.step) * self.grid.block_size,
             "data/epoch": self.grid.epoch(self.step),
             "elastic/world_size": self.world.world_size,
             "elastic/generation": self._generation,
-            **({"elastic/recovery_seconds": recovered} if recovered else {}),
+            "elastic/restarts": self._generation - 1,
+            **restart,
         }
+
+    def _tell_recovery(self) -> None:
+        """The first step of this start is done: how long there was none before it, as the nodes know that were there.
+
+        A newcomer, on which rank 0 may be, does not.
+        """
+        mine = self._notes.stepped() if self._notes and self.world.local_rank == 0 else {}
+        parts = max(distributed.gather_json(self.world, mine), key=lambda parts: float(parts.get("seconds", 0.0)))
+        if not parts or not self.world.is_main:
+            return
+        self._restart["elastic/recovery_seconds"] = parts["seconds"]
+        self.metrics.event("recovery", self.step, **parts)
+        named = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if name != "seconds")
+        log.info("recovered: %.1f s from the last step before to this one (%s)", parts["seconds"], named)
 
     def _evaluate(self, row: dict[str, float]) -> bool:
         """Evaluates the weights at `step`, once, into `row`; whether they are the best so far, and worth keeping."""
@@ -553,9 +584,13 @@ class Trainer:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Time in here counts as what a save, or else a RAM image, kept the training."""
+        """Time in here counts as what a save, or else a RAM image, kept the training.
+
+        And not as time of the step, but on GPUs, which compute on meanwhile.
+        """
         started = time.perf_counter()
-        yield
+        with self._watch.paused() if self.world.device.type == "cpu" else nullcontext():
+            yield
         seconds = time.perf_counter() - started
         self._cost += seconds
         self._kept["perf/snapshot_stall_seconds" if self._wanted else "perf/ram_image_seconds"] += seconds
@@ -584,7 +619,9 @@ class Trainer:
             return
         if manifest:
             self.last_manifest = manifest
-            log.info("saved %s in %.1f s", manifest.image_uri, time.monotonic() - self._saved_at)
+            seconds = time.monotonic() - self._saved_at
+            self.metrics.event("snapshot", self._saved_step, uri=manifest.image_uri, seconds=seconds)
+            log.info("saved %s in %.1f s", manifest.image_uri, seconds)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
@@ -609,6 +646,7 @@ class Trainer:
             "evaluated_step": self.evaluated_step,
             "sampled_step": self.sampled_step,
             "compiled": self.compiled,
+            "ledger": asdict(self.ledger),
             "scaler": self.scaler.state_dict(),
             "torch": torch.__version__,
         }
@@ -639,6 +677,8 @@ class Trainer:
             self.evaluated_step, self.sampled_step = state["evaluated_step"], state["sampled_step"]
             self._restored_compiled = state["compiled"]
             self.val_loss, self.best_val_loss = state["val_loss"], state["best_val_loss"]
+            if kept := state["ledger"]:
+                self.ledger = Ledger(**kept | {"began": min(kept["began"], self.ledger.began or math.inf)})
             if state["scaler"] and self.scaler.is_enabled():
                 self.scaler.load_state_dict(state["scaler"])
         self._skips_told = int(self._skips)
@@ -674,7 +714,7 @@ class Trainer:
         keys = ("step", "evaluated_step", "sampled_step", "compiled", "val_loss", "best_val_loss", "scaler")
         if missing := [key for key in keys if key not in image.metadata]:
             raise ValueError(f"the snapshot lacks what a training goes on from: {', '.join(missing)}")
-        return {key: image.metadata[key] for key in keys}
+        return {key: image.metadata[key] for key in keys} | {"ledger": image.metadata.get("ledger")}
 
     def close(self) -> None:
         """Ends the reading thread and drops DDP, which must go before the process group: at exit gloo aborts else."""
@@ -707,26 +747,33 @@ def loss_of(output: object) -> Tensor:
 
 
 class _Stopwatch:
-    """A clock of the training, which stands still in evaluation and sampling; in seconds."""
+    """A clock of the training, which stands still in evaluation, sampling and saving; in seconds."""
 
     def __init__(self, step: int) -> None:
         self._paused = 0.0
+        self._stopped_at: float | None = None
         self._lap = step, self.now()
 
     def now(self) -> float:
-        return time.perf_counter() - self._paused
+        return (time.perf_counter() if self._stopped_at is None else self._stopped_at) - self._paused
 
     def lap(self, step: int) -> tuple[int, float]:
-        """Steps and seconds since the last lap."""
+        """The steps since the last lap, and the seconds of one."""
         (last_step, since), self._lap = self._lap, (step, self.now())
-        return step - last_step, self._lap[1] - since
+        return step - last_step, (self._lap[1] - since) / (step - last_step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here does not count."""
-        started = time.perf_counter()
-        yield
-        self._paused += time.perf_counter() - started
+        """Time in here does not count; it may be entered within itself."""
+        if self._stopped_at is not None:
+            yield
+            return
+        self._stopped_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - self._stopped_at
+            self._stopped_at = None
 
 
 class _Cadence:

@@ -1,0 +1,258 @@
+"""What a run says of itself is true: by a clock of the test's own, and by what anyone recomputes from the file."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Runs, in_world, read_until_step, snapshots
+from torch import Tensor, nn
+
+from mingpt import distributed
+from mingpt.distributed import _peak_of
+from mingpt.elastic import Notes
+from mingpt.metrics import Ledger, Metrics, Past, look_back, read_metrics, recall
+from mingpt.slots import Slots
+from mingpt.snapshot import read_verified
+from mingpt.trainer import Trainer
+
+TOKENS = np.random.default_rng(0).integers(0, 11, 900).astype(np.uint16)
+
+
+class Clock:
+    """Time that passes only where a test lets it; in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    perf_counter = monotonic = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("trainer", "metrics", "data"):
+        monkeypatch.setattr(f"mingpt.{module}.time", clock)
+    return clock
+
+
+class Slow(nn.Module):
+    """A table whose cells take a second in training and ten in evaluation."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 11)
+        self._clock = clock
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[None, Tensor]:
+        self._clock.now += 1 if self.training else 10
+        return None, nn.functional.cross_entropy(self.table(idx).flatten(0, 1), targets.flatten())
+
+
+def slow_trainer(clock: Clock, path: Path, **settings: Any) -> Trainer:
+    def sample() -> str:
+        clock.now += 50
+        return "text"
+
+    return Trainer(
+        Slow(clock), TOKENS[:800], TOKENS[800:], block_size=8, global_batch_size=8, micro_batch_size=2, log_interval=5,
+        eval_interval=10, sample_interval=10, sample=sample, metrics=Metrics(path, settings.get("generation", 1)),
+        **settings,
+    )  # fmt: skip
+
+
+def by_hand(entries: list[dict[str, Any]]) -> float:
+    """Goodput as README.md defines it."""
+    rows = {row["step"]: row for row in entries if "perf/step_seconds" in row}
+    steps = [0, *sorted(rows)]
+    useful = sum((b - a) * rows[b]["perf/step_seconds"] for a, b in itertools.pairwise(steps))
+    newest = max(row["time"] for row in rows.values())
+    return float(useful / (newest - min(entry["time"] for entry in entries if entry.get("event") == "start")))
+
+
+def test_speed_is_the_steps_alone_and_goodput_counts_everything_else(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Slots.finish
+
+    def slow_finish(slots: Slots) -> bool:
+        clock.now += 20
+        return finish(slots)
+
+    monkeypatch.setattr(Slots, "finish", slow_finish)
+    path = tmp_path / "metrics.jsonl"
+    ours = snapshots(tmp_path / "kept", "us", keep_last=9)
+    first = slow_trainer(clock, path, max_steps=30, snapshots=ours, save_interval=17)
+    first.metrics.event("start", 0)
+    first.max_steps = 20  # as if it were killed then
+    first.fit()
+    clock.now += 500  # the machine is away
+    manifest = next(kept for kept in ours.all() if kept.facts["step"] == 17)
+    past = look_back([recall(read_metrics(path))])
+    assert past == Past(1000.0, 20, 0)
+    second = slow_trainer(
+        clock, path, max_steps=30, snapshots=ours, save_interval=17, generation=2, began=past.began, steps_lost=3
+    )
+    second.restore(read_verified(manifest), manifest)
+    second.metrics.event("start", 17)
+    second.fit()
+
+    entries = list(read_metrics(path))
+    rows = [row for row in entries if "perf/step_seconds" in row]
+    assert [row["step"] for row in rows] == [5, 10, 15, 20, 20, 25, 30]
+    assert {row["perf/step_seconds"] for row in rows} == {4.0}, "four cells of a second each, and nothing else"
+    assert {row["perf/tokens_per_second"] for row in rows} == {64 / 4}
+    assert {row["perf/snapshot_stall_seconds"] for row in rows} == {0, 20}
+    assert rows[-1]["perf/goodput"] == pytest.approx(by_hand(entries))
+    assert rows[-1]["perf/goodput"] == pytest.approx(30 * 4 / (rows[-1]["time"] - 1000))
+    assert [row["elastic/restarts"] for row in rows] == [0] * 4 + [1] * 3
+    assert [row.get("elastic/steps_lost") for row in rows] == [None] * 4 + [3, None, None]
+    assert rows[-1]["data/tokens_seen"] == 30 * 64
+    assert {17, 30} <= {entry["step"] for entry in entries if entry.get("event") == "snapshot"}
+
+
+def test_the_share_of_the_peak_and_of_waiting(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mingpt.distributed.peak_flops", lambda *_: 800.0)
+    path = tmp_path / "metrics.jsonl"
+    trained = slow_trainer(clock, path, max_steps=5, flops_per_token=10.0)
+    cells = trained.batches.cells
+
+    def late(*place: Any) -> Any:
+        clock.now += 1
+        trained.batches.waited_seconds += 1
+        return cells(*place)
+
+    trained.batches.cells = late  # type: ignore[method-assign]
+    trained.fit()
+    (row,) = (row for row in read_metrics(path) if "perf/mfu" in row)
+    assert row["perf/mfu"] == pytest.approx(64 / 5 * 10 / 800)
+    assert row["perf/data_wait_share"] == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, False, 989.5e12),
+        ("NVIDIA H100 PCIe", torch.float16, False, 756e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, True, 156e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, False, 19.5e12),
+        ("NVIDIA A10G", torch.bfloat16, False, 70e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, False, None),
+        ("NVIDIA L40", torch.bfloat16, False, None),
+        ("Tesla T4", torch.float16, False, None),
+    ],
+)
+def test_peaks_are_those_of_the_device_and_not_of_another(
+    name: str, dtype: torch.dtype, tf32: bool, peak: float | None
+) -> None:
+    assert _peak_of(name, dtype, tf32) == peak
+    assert distributed.peak_flops(torch.device("cpu"), dtype) is None
+
+
+def test_what_nodes_know_goes_together() -> None:
+    first = [
+        {"event": "start", "step": 0, "generation": 1, "time": 10.0, "steps_lost": 0},
+        {"step": 40, "generation": 1, "time": 20.0, "train/loss": 1.0},
+        {"event": "sample", "step": 99, "generation": 1, "time": 21.0},
+    ]
+    second = [
+        {"event": "start", "step": 38, "generation": 2, "time": 30.0, "steps_lost": 2},
+        {"step": 30, "generation": 2, "time": 31.0, "train/loss": 1.0},
+    ]
+    assert look_back([recall(first)]) == Past(10.0, 40, 0)
+    assert look_back([recall(second), recall([]), recall(first)]) == Past(10.0, 30, 2), (
+        "the newest sign, not the highest"
+    )
+    assert look_back([recall([])]) == Past(None, 0, 0)
+
+
+def test_only_what_follows_a_start_of_the_run_is_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"event": "start", "step": 0, "run_id": "old"}, {"step": 9}, {"event": "start", "step": 0, "run_id": "us"}]
+    path.write_text("\n".join(json.dumps(line) for line in [*lines, {"step": 1}]), encoding="utf-8")
+    assert [entry["step"] for entry in read_metrics(path, "us")] == [0, 1]
+    assert len([*read_metrics(path)]) == 4
+
+
+def recover(folder: str) -> list[dict[str, Any]]:
+    """The events of two ranks, of which the second alone was there before."""
+    world = distributed.locate("cpu")
+    world = distributed.World(world.rank, 0, world.world_size, 1, world.device)  # each on a node of its own
+    distributed.connect(world, {}, timeout_seconds=60)
+    place = Path(folder) / str(world.rank)
+    place.mkdir()
+    if world.rank == 1:
+        before = Notes(place)
+        before.began(1.0)
+        before.step(7)
+    notes = Notes(place)
+    notes.began(2.0)
+    table = nn.Embedding(11, 11)
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = table
+
+        def forward(self, idx: Tensor, targets: Tensor) -> tuple[None, Tensor]:
+            return None, nn.functional.cross_entropy(self.table(idx).flatten(0, 1), targets.flatten())
+
+    trained = Trainer(
+        Table(), TOKENS, block_size=8, max_steps=3, log_interval=1, world=world, steps_lost=0, generation=2,
+        metrics=Metrics(place / "metrics.jsonl", 2),
+    )  # fmt: skip
+    trained.fit(notes=notes)
+    distributed.leave()
+    assert world.rank == 0 or notes.last is not None and notes.last[1] == 7
+    return list(read_metrics(place / "metrics.jsonl"))
+
+
+def test_rank_0_on_a_newcomer_learns_what_the_recovery_took(tmp_path: Path) -> None:
+    told, _ = in_world(2, recover, str(tmp_path))
+    (event,) = (entry for entry in told if entry.get("event") == "recovery")
+    rows = [row for row in told if "train/loss" in row]
+    assert event["seconds"] > 0 and event["step"] == 1
+    assert [row.get("elastic/recovery_seconds") for row in rows] == [event["seconds"], None, None]
+    assert rows[0]["elastic/steps_lost"] == 0
+
+
+def test_a_ledger_counts_a_step_once() -> None:
+    ledger = Ledger(began=0.0)
+    ledger.note(10, 2.0)
+    ledger.note(20, 1.0)
+    assert ledger.useful_seconds == 30 and ledger.goodput < 1e-6
+    again = Ledger(0.0, 10, 20.0)  # of an image at step 13
+    again.note(20, 1.5)
+    assert again.useful_seconds == 35 and math.isfinite(again.goodput)
+
+
+def test_a_whole_run_tells_of_its_starts(runs: Runs) -> None:
+    process = runs.start("--train.max_steps=60", "--snapshot.save_interval=20", "--elastic.ram_image=off")
+    read_until_step(process, 33)
+    process.kill()
+    process.communicate()
+    done = runs.rows()[-1]["step"]
+    runs("--train.max_steps=70", "--snapshot.save_interval=20", "--elastic.ram_image=off", "--log.interval=3")
+    entries = runs.rows()
+    first, second = (entry for entry in entries if entry.get("event") == "start")
+    assert (first["steps_lost"], first["restarts"], first["changes"]) == (0, 0, {})
+    assert second["steps_lost"] == done - second["step"] and second["restarts"] == 1
+    assert second["changes"] == {"train.max_steps": [60, 70]}
+    assert second["hosts"] == [[second["hosts"][0][0], 1]]
+    assert second["config"]["train.max_steps"] == 70 and second["config"]["log.interval"] == 3
+    rows = [row for row in entries if "perf/goodput" in row]
+    assert rows[-1]["perf/goodput"] == pytest.approx(by_hand(entries), rel=0.02)
+    (end,) = (entry for entry in entries if entry.get("event") == "end")
+    assert end["best_val_loss"] == min(row["val/loss"] for row in entries if "val/loss" in row)
+    assert 0 < end["goodput"] <= rows[-1]["perf/goodput"]
+    assert [entry["step"] for entry in entries if entry.get("event") == "snapshot"][-1] == 70
