@@ -36,6 +36,7 @@ from mingpt.election import Found
 from mingpt.faults import redact
 from mingpt.grid import Grid, mix, share
 from mingpt.lease import Run, TakenOverError, record_run
+from mingpt.metrics import duration
 from mingpt.model import GPT, GPTConfig, check_causal
 from mingpt.remote import open_store
 from mingpt.resume import CURE, changes_on_resume
@@ -87,6 +88,8 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
         resume, ours = config.snapshot.resume, shared(config, plan.description)
         newcomer.check(config.name, config.run_dir, store, plan.description, resume, ours)
         return 0
+    if config.log.all_ranks:
+        metrics.open_log(config.run_dir / "logs", world.rank)
     distributed.seed_process(mix(config.seed))
     model = GPT(plan.shape).to(world.device)
     self_check(model, plan)
@@ -95,6 +98,7 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
     notes.mark("start")
     trainer: Trainer | None = None
     snapshots: Snapshots | None = None
+    book = metrics.Metrics()
     try:
         with StopSignals(config.elastic.grace_seconds, notes) as signals:
             # Which run it continues, and from where: every node tells what it knows and has.
@@ -130,6 +134,7 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
                 log.info("stopped on request at step %d; the same command goes on from there", trainer.step)
             # A world that only forms anew has saved nothing here: the sums of an older step would mislead.
             if trainer.last_manifest and trainer.last_manifest.facts["step"] == trainer.step:
+                show_balance(trainer, run, past.steps_lost + steps_lost)
                 show_result(config, trainer.last_manifest)
             return STOP_EXIT_CODE if trainer.stopped else 0
     except RuntimeError:
@@ -145,6 +150,7 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
         beat.close()
         distributed.leave()
         notes.mark("stopped")
+        book.close()
 
 
 def make_plan(config: Config, world: World) -> Plan:
@@ -400,7 +406,9 @@ def open_books(plan: Plan, run: Run, snapshots: Snapshots) -> metrics.Metrics:
             record_run(run, out_dir, None, facts)
 
     distributed.gather(world, note)  # on every node, which may be another run's first rank next time
-    return metrics.Metrics(book_file(config) if world.is_main else None, run.generation)
+    if not world.is_main:
+        return metrics.Metrics()
+    return metrics.Metrics(book_file(config), run.generation, metrics.Bar(sys.stdout))
 
 
 def losses_after(step: int, entries: Sequence[dict[str, Any]]) -> dict[int, float]:
@@ -488,6 +496,14 @@ def show_start(plan: Plan, run: Run, trainer: Trainer, facts: dict[str, Any]) ->
         log.info("changed since the last start: %s was %s, is %s now", key, then, now)
     verb = "going on" if trainer.step else "starting"
     log.info("%s at step %d of %d; snapshots in %s", verb, trainer.step, trainer.max_steps, redact(config.snapshot_uri))
+
+
+def show_balance(trainer: Trainer, run: Run, steps_lost: int) -> None:
+    """What the run came to, through all its starts, and what it cost."""
+    best, ledger = trainer.best_val_loss, trainer.ledger
+    log.info("best val loss   %s", "none" if best is None else f"{best:.4f}")
+    log.info("goodput         %.1f %% of the %s since it began", 100 * ledger.goodput, duration(ledger.seconds))
+    log.info("restarts        %d, %d steps done again", run.generation - 1, steps_lost)
 
 
 def show_result(config: Config, manifest: Manifest) -> None:

@@ -137,6 +137,7 @@ class LogSection:
     """What the run says."""
 
     interval: Size = 10  # optimizer steps between log lines
+    all_ranks: bool = False  # every worker's log in a file of its own, <out_dir>/logs/rank-<rank>.log
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Config:
     device: Annotated[str, "auto, cpu, cuda, cuda:N or mps"] = "auto"  # auto = cuda, else mps, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products; auto = the device's best
     compile: bool = False  # compile the model: up to minutes at the start, then faster steps, on GPUs above all
-    out_dir: Folder | None = None  # folder of run.json, config.yaml, metrics.jsonl, snapshots; null = runs/<name>
+    out_dir: Folder | None = None  # folder of run.json, config.yaml, metrics.jsonl, snapshots, logs; null = runs/<name>
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     optim: OptimSection = field(default_factory=OptimSection)

@@ -9,14 +9,17 @@ import io
 import json
 import logging
 import math
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 log = logging.getLogger(__name__)
+
+_ERASE = "\r\x1b[K"  # the line of a terminal
 
 
 def open_console(rank: int) -> None:
@@ -24,12 +27,61 @@ def open_console(rank: int) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # an ASCII console gets an escape for what it cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    erase = _ERASE if sys.stdout.isatty() else ""  # a bar may stand there
+    handler.setFormatter(logging.Formatter(erase + ("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")))
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger = logging.getLogger("mingpt")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.setLevel(handler.level)
     logger.propagate = False
     logging.raiseExceptions = False  # a closed pipe must not end or flood the training
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    """Where the log of a rank goes, in `folder`, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"rank-{rank}.log"
+
+
+def open_log(folder: Path, rank: int) -> None:
+    """Lets this rank write all it says into a file of its own too, with the time."""
+    handler = logging.FileHandler(log_file(folder, rank), encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("mingpt")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+class Bar:
+    """How far the training is, as the last line of a terminal; anything else than a terminal gets nothing."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream if stream.isatty() else None
+        self._first: tuple[float, int] | None = None
+        self._next = 0.0
+
+    def show(self, step: int, max_steps: int) -> None:
+        """`step` of `max_steps` are done; drawn ten times a second at most."""
+        now = time.monotonic()
+        if self._stream is None or now < self._next:
+            return
+        self._next = now + 0.1
+        since, first = self._first = self._first or (now, step)
+        left = duration((max_steps - step) * (now - since) / (step - first)) if step > first else "?"
+        text = f" {step:,} of {max_steps:,}  left {left} "
+        width = min(40, shutil.get_terminal_size().columns - len(text) - 3)
+        self._write("[" + ("#" * (step * width // max_steps)).ljust(width) + "]" + text if width > 0 else text)
+
+    def clear(self) -> None:
+        self._write("")
+
+    def _write(self, text: str) -> None:
+        try:
+            if self._stream:
+                self._stream.write(_ERASE + text)
+                self._stream.flush()
+        except OSError:  # the terminal is gone
+            self._stream = None
 
 
 class Metrics:
@@ -38,10 +90,21 @@ class Metrics:
     A file that cannot be written is told of once; the training goes on.
     """
 
-    def __init__(self, path: Path | None = None, generation: int = 1) -> None:
+    def __init__(self, path: Path | None = None, generation: int = 1, bar: Bar | None = None) -> None:
         self._path = path
         self._generation = generation
+        self._bar = bar
         self._failed = False
+
+    def progress(self, step: int, max_steps: int) -> None:
+        """`step` is done; costs nothing where there is no terminal."""
+        if self._bar:
+            self._bar.show(step, max_steps)
+
+    def close(self) -> None:
+        """Nothing more is to be told."""
+        if self._bar:
+            self._bar.clear()
 
     def row(self, step: int, values: dict[str, float]) -> None:
         """Appends the metrics of `step`."""
@@ -86,9 +149,14 @@ class Ledger:
         self.step = step
 
     @property
+    def seconds(self) -> float:
+        """All the time since the run began."""
+        return max(time.time() - self.began, 1e-9)
+
+    @property
     def goodput(self) -> float:
-        """The useful share of all the time since the run began."""
-        return self.useful_seconds / max(time.time() - self.began, 1e-9)
+        """The useful share of it."""
+        return self.useful_seconds / self.seconds
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,7 @@ class Trainer:
                 while self._due_before_step():
                     self._control.start(stop=signals.wanted, leave=self._leaves, broken=int(self._broken_seen) >= 0)
                     self._update()
+                    self.metrics.progress(self.step, self.max_steps)
                     if notes and self.world.local_rank == 0:
                         notes.step(self.step)
                 distributed.barrier(self.world)  # the last snapshot is safe

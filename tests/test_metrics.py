@@ -1,8 +1,10 @@
 """What a run says of itself is true: by a clock of the test's own, and by what anyone recomputes from the file."""
 
+import io
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from mingpt import distributed
 from mingpt.distributed import _peak_of
 from mingpt.elastic import Notes
-from mingpt.metrics import Ledger, Metrics, Past, look_back, read_metrics, recall
+from mingpt.metrics import Bar, Ledger, Metrics, Past, look_back, read_metrics, recall
 from mingpt.slots import Slots
 from mingpt.snapshot import read_verified
 from mingpt.trainer import Trainer
@@ -241,18 +243,48 @@ def test_a_whole_run_tells_of_its_starts(runs: Runs) -> None:
     read_until_step(process, 33)
     process.kill()
     process.communicate()
-    done = runs.rows()[-1]["step"]
-    runs("--train.max_steps=70", "--snapshot.save_interval=20", "--elastic.ram_image=off", "--log.interval=3")
+    done = [row["step"] for row in runs.rows() if "train/loss" in row][-1]
+    runs("--train.max_steps=70", "--snapshot.save_interval=20", "--elastic.ram_image=off")
     entries = runs.rows()
     first, second = (entry for entry in entries if entry.get("event") == "start")
     assert (first["steps_lost"], first["restarts"], first["changes"]) == (0, 0, {})
     assert second["steps_lost"] == done - second["step"] and second["restarts"] == 1
     assert second["changes"] == {"train.max_steps": [60, 70]}
     assert second["hosts"] == [[second["hosts"][0][0], 1]]
-    assert second["config"]["train.max_steps"] == 70 and second["config"]["log.interval"] == 3
+    assert second["config"]["train.max_steps"] == 70
     rows = [row for row in entries if "perf/goodput" in row]
-    assert rows[-1]["perf/goodput"] == pytest.approx(by_hand(entries), rel=0.02)
+    assert rows[-1]["perf/goodput"] == pytest.approx(by_hand(entries), rel=0.005)
     (end,) = (entry for entry in entries if entry.get("event") == "end")
     assert end["best_val_loss"] == min(row["val/loss"] for row in entries if "val/loss" in row)
     assert 0 < end["goodput"] <= rows[-1]["perf/goodput"]
     assert [entry["step"] for entry in entries if entry.get("event") == "snapshot"][-1] == 70
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_is_the_last_line_of_a_terminal_and_nothing_in_a_pipe(clock: Clock) -> None:
+    terminal, pipe = Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        bar = Bar(stream)
+        for step in range(10, 31):
+            bar.show(step, 100)
+            clock.now += 0.0625
+        bar.clear()
+    drawn = terminal.getvalue().split("\r\x1b[K")
+    assert len(drawn) == 1 + 11 + 1, "every other step, as they take half of what is between two of them"
+    assert drawn[1].endswith("] 10 of 100  left ? ") and drawn[-2].endswith("] 30 of 100  left 0:04 ")
+    assert drawn[-2].count("#") == 12 and drawn[-1] == ""
+    assert pipe.getvalue() == ""
+
+
+def test_every_rank_can_have_its_log(runs: Runs) -> None:
+    output = runs("--log.all_ranks=true", "--train.max_steps=8", ranks=2, launcher="torchrun")
+    logs = [(runs.folder / f"runs/small/logs/rank-{rank}.log").read_text(encoding="utf-8") for rank in range(2)]
+    assert "INFO step  8/8  loss" in logs[0] or "INFO step 8/8  loss" in logs[0]
+    assert "step 8/8" not in logs[1] and " INFO " in logs[1]
+    assert "\r" not in output and "\x1b" not in output
+    assert re.search(r"^goodput +[\d.]+ % of the 0:\d\d since it began\nrestarts +0, 0 steps done again$", output, re.M)
+    assert "best val loss   " in output
