@@ -1,5 +1,6 @@
 """Worlds of several ranks and whole runs for the tests, without sleeping and without the network."""
 
+import concurrent.futures
 import json
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from mingpt.remote import open_store
-from mingpt.snapshot import Manifest, Snapshots, read_manifests
+from mingpt.snapshot import Manifest, Saver, Snapshots, read_manifests
 
 ROOT = Path(__file__).parent.parent
 
@@ -184,6 +185,19 @@ def read_until_step(process: "subprocess.Popen[str]", step: int) -> str:
         if logged and int(logged[1]) >= step:
             return "".join(said)
     raise AssertionError("the run ended before:\n" + "".join(said))
+
+
+@pytest.fixture
+def prompt_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every save is over before the next step: how busy this machine is says nothing of which steps are saved."""
+    start = Saver.start
+
+    def start_and_wait(saver: Saver, **what: Any) -> None:
+        start(saver, **what)
+        assert saver._saving
+        concurrent.futures.wait([saver._saving])
+
+    monkeypatch.setattr(Saver, "start", start_and_wait)
 
 
 @pytest.fixture

@@ -82,6 +82,7 @@ def by_hand(entries: list[dict[str, Any]]) -> float:
     return float(useful / (newest - min(entry["time"] for entry in entries if entry.get("event") == "start")))
 
 
+@pytest.mark.usefixtures("prompt_saves")
 def test_speed_is_the_steps_alone_and_goodput_counts_everything_else(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

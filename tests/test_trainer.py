@@ -423,6 +423,7 @@ def test_two_signals_at_once_are_one_wish() -> None:
         assert signals.wanted
 
 
+@pytest.mark.usefixtures("prompt_saves")
 def test_snapshots_come_by_steps_by_time_and_when_validation_improves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,6 +442,7 @@ def test_snapshots_come_by_steps_by_time_and_when_validation_improves(
     assert 2 <= len(by_time) < 12
 
 
+@pytest.mark.usefixtures("prompt_saves")
 def test_a_full_disk_is_told_and_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -480,6 +482,7 @@ def test_whatever_a_store_raises_does_not_end_the_run(
     assert "a driver's own" in caplog.text
 
 
+@pytest.mark.usefixtures("prompt_saves")
 def test_a_full_disk_may_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Snapshots, data: Tensor, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
