@@ -29,6 +29,7 @@ import mingpt
 from mingpt import election, metrics, newcomer, slots, snapshot, storage
 from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
 from mingpt.corpus import open_corpus
+from mingpt.dashboard import Dashboard
 from mingpt.data import Validation
 from mingpt.distributed import UnlikeError, World
 from mingpt.elastic import STOP_EXIT_CODE, Notes, StopSignals
@@ -112,9 +113,9 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
                     show_result(config, found.manifest)
                 slots.remove_files(ram_dir, run.run_id)
                 return 0
-            book = open_books(plan, run, snapshots)
             entries = list(metrics.read_metrics(book_file(config), run.run_id)) if world.heads_node else []
             past = look_back(world, entries, notes)
+            book = open_books(plan, run, snapshots, past, entries)
             steps_lost = max(0, past.step - start["step"])
             trainer = make_trainer(plan, run, snapshots, ram_dir, model, book, past, steps_lost)
             # A changed setting changes the losses: then there is nothing to see again.
@@ -383,7 +384,9 @@ def check_symbols(saved: dict[str, Any], corpus: TokenFile, source: str) -> None
     )
 
 
-def open_books(plan: Plan, run: Run, snapshots: Snapshots) -> metrics.Metrics:
+def open_books(
+    plan: Plan, run: Run, snapshots: Snapshots, past: metrics.Past, entries: Sequence[dict[str, Any]]
+) -> metrics.Metrics:
     """Makes the run's folders and files; its metrics. Fails here and not at the first save where it may not write."""
     world, config, out_dir = plan.world, plan.config, plan.config.run_dir
     facts = {"name": config.name, "config": plan.description, "versions": versions()}
@@ -408,7 +411,25 @@ def open_books(plan: Plan, run: Run, snapshots: Snapshots) -> metrics.Metrics:
     distributed.gather(world, note)  # on every node, which may be another run's first rank next time
     if not world.is_main:
         return metrics.Metrics()
-    return metrics.Metrics(book_file(config), run.generation, metrics.Bar(sys.stdout))
+    dashboard = open_dashboard(config, run, past, entries) if config.log.wandb != "disabled" else None
+    return metrics.Metrics(book_file(config), run.generation, metrics.Bar(sys.stdout), dashboard)
+
+
+def open_dashboard(config: Config, run: Run, past: metrics.Past, entries: Sequence[dict[str, Any]]) -> Dashboard:
+    """The run's page on wandb; online only where there is a key."""
+    server, has_key = distributed.wandb_server()
+    if config.log.wandb == "online" and not has_key:
+        log.warning("warning: log.wandb=online, but there is no key for %s: wandb is offline; `wandb login`", server)
+    return Dashboard(
+        run.run_id,
+        name=config.name,
+        project=config.log.wandb_project,
+        folder=config.run_dir,
+        mode="online" if has_key and config.log.wandb != "offline" else "offline",
+        server=server,
+        began=past.began or time.time(),
+        earlier=entries,
+    )
 
 
 def losses_after(step: int, entries: Sequence[dict[str, Any]]) -> dict[int, float]:

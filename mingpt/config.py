@@ -137,6 +137,8 @@ class LogSection:
     """What the run says."""
 
     interval: Size = 10  # optimizer steps between log lines
+    wandb: Literal["disabled", "auto", "online", "offline"] = "disabled"  # auto = online where there is a key
+    wandb_project: Text = "mingpt"  # the project on wandb that the run belongs to; your own entity
     all_ranks: bool = False  # every worker's log in a file of its own, <out_dir>/logs/rank-<rank>.log
 
 

@@ -31,6 +31,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import json
 import logging
+import netrc
 import platform
 import random
 import re
@@ -42,6 +43,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -546,9 +548,30 @@ def launch_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
+def wandb_server() -> tuple[str, bool]:
+    """The URL of wandb's server, and whether there is a key for it: in the environment, or where `wandb login` puts it.
+
+    That is `.netrc`; one that cannot be read holds none.
+    """
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").rstrip("/")
+    if os.environ.get("WANDB_API_KEY"):
+        return url, True
+    home = Path("~").expanduser()
+    for path in (os.environ.get("NETRC"), home / ".netrc", home / "_netrc"):
+        try:
+            if path and netrc.netrc(path).authenticators(urlsplit(url).hostname or ""):
+                return url, True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return url, False
+
+
 def leave_process(code: int) -> NoReturn:
-    """Ends this process; under an agent, which waits to start the next, without the half second that torch takes."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    """Ends this process; under an agent, which waits to start the next, without the half second that torch takes.
+
+    At once also where another thread is left: one that waits for a dead server would hold the exit up.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or threading.active_count() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

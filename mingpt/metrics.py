@@ -1,4 +1,4 @@
-"""What the run says of itself: lines on the console, rows and events in `metrics.jsonl`.
+"""What the run says of itself: lines on the console, rows and events in `metrics.jsonl` and for the dashboard.
 
 The file is append-only and one JSON object a line, so that a kill costs at most the line it tore. A row is
 `{"step", "time", "generation", <metric>: number, ...}`; after a restart a step may stand twice, and the last row wins.
@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+
+from mingpt.dashboard import Dashboard
 
 log = logging.getLogger(__name__)
 
@@ -90,10 +92,17 @@ class Metrics:
     A file that cannot be written is told of once; the training goes on.
     """
 
-    def __init__(self, path: Path | None = None, generation: int = 1, bar: Bar | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        generation: int = 1,
+        bar: Bar | None = None,
+        dashboard: Dashboard | None = None,
+    ) -> None:
         self._path = path
         self._generation = generation
         self._bar = bar
+        self._dashboard = dashboard
         self._failed = False
 
     def progress(self, step: int, max_steps: int) -> None:
@@ -102,9 +111,11 @@ class Metrics:
             self._bar.show(step, max_steps)
 
     def close(self) -> None:
-        """Nothing more is to be told."""
+        """Nothing more is to be told. May take some seconds, until the dashboard has it."""
         if self._bar:
             self._bar.clear()
+        if self._dashboard:
+            self._dashboard.close()
 
     def row(self, step: int, values: dict[str, float]) -> None:
         """Appends the metrics of `step`."""
@@ -115,6 +126,8 @@ class Metrics:
         self._append({"event": name, "step": step, "time": time.time(), "generation": self._generation, **facts})
 
     def _append(self, entry: dict[str, Any]) -> None:
+        if self._dashboard:
+            self._dashboard.put(entry)
         if self._path is None:
             return
         # JSON has no nan: a strict reader would stop at the line.

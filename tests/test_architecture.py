@@ -35,7 +35,8 @@ IMPORTS: dict[str, set[str]] = {
     "elastic": set(),
     "launch": {"elastic"},
     "chaos": {"elastic", "metrics", "snapshot", "storage"},
-    "metrics": set(),
+    "dashboard": set(),
+    "metrics": {"dashboard"},
     "trainer": {
         "data", "grid", "tokens", "optim", "distributed", "reduction", "image", "slots", "snapshot", "elastic",
         "metrics",
