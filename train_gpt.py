@@ -12,6 +12,7 @@ from mingpt import distributed  # first: it does what cannot wait until torch is
 # isort: split
 import hashlib
 import logging
+import math
 import shlex
 import sys
 import time
@@ -51,6 +52,7 @@ log = logging.getLogger("mingpt.train_gpt")
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "shakespeare_char.yaml"
 SAMPLE_TOKENS = 300
+WORTHWHILE = 0.8  # of the time that is used; where it is less, better shares are named
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
             book.event("start", start["step"], **facts)
             if world.is_main:
                 show_start(plan, run, trainer, facts)
+                check_shares(plan, trainer.step, book)
             trainer.fit(signals, notes)  # which ends on all ranks together, after the last manifest
             balance = {"best_val_loss": trainer.best_val_loss, "goodput": trainer.ledger.goodput}
             book.event("stop" if trainer.stopped else "end", trainer.step, **balance)
@@ -220,6 +223,8 @@ def make_trainer(
         eval_sequences=config.train.eval_sequences,
         sample_interval=config.train.sample_interval,
         log_interval=config.log.interval,
+        stall_seconds=config.log.stall_seconds,
+        logs=config.run_dir / "logs",
         save_interval=config.snapshot.save_interval,
         save_interval_seconds=config.snapshot.save_interval_seconds,
         on_error=config.snapshot.on_error,
@@ -504,19 +509,38 @@ def show_start(plan: Plan, run: Run, trainer: Trainer, facts: dict[str, Any]) ->
         grid.global_batch_size, grid.cells, grid.micro_batch_size, f"{grid.tokens_per_step:,}", min(shares),
         max(shares), 100 / balance,
     )  # fmt: skip
-    if min(shares) == 0:
-        most = max(1, grid.global_batch_size // world.world_size)
-        micro = max(size for size in range(1, most + 1) if grid.global_batch_size % size == 0)
-        log.warning(
-            "warning: %d of %d ranks have nothing to do; train.micro_batch_size=%d makes %d cells for them",
-            shares.count(0), world.world_size, micro, grid.global_batch_size // micro,
-        )  # fmt: skip
     if grid.windows < grid.global_batch_size:
         log.warning("warning: an epoch has %d windows, fewer than a step's %d", grid.windows, grid.global_batch_size)
     for key, (then, now) in facts["changes"].items():
         log.info("changed since the last start: %s was %s, is %s now", key, then, now)
     verb = "going on" if trainer.step else "starting"
     log.info("%s at step %d of %d; snapshots in %s", verb, trainer.step, trainer.max_steps, redact(config.snapshot_uri))
+
+
+def check_shares(plan: Plan, step: int, book: metrics.Metrics) -> None:
+    """Warns where some ranks are idle while others work, of what would use them."""
+    whole, ranks = plan.grid.global_batch_size, plan.world.world_size
+
+    def used(micro: int) -> float:
+        """The share of the time that the ranks have something to do, in cells of `micro` sequences."""
+        cells = whole // micro
+        return cells / (ranks * math.ceil(cells / ranks))
+
+    now = used(plan.grid.micro_batch_size)
+    sizes = [size for size in range(1, min(plan.grid.micro_batch_size, 10_000) + 1) if whole % size == 0]
+    better = max(sizes, key=lambda size: (whole // size >= ranks, round(used(size), 2), size))
+    cells = whole // better
+    if idle := max(0, ranks - plan.grid.cells):
+        book.warn(
+            "idle", step,
+            f"{idle} of {ranks} ranks have nothing to do; train.micro_batch_size={better} makes {cells} cells for them",
+        )  # fmt: skip
+    elif now < WORTHWHILE and used(better) > now:
+        book.warn(
+            "uneven", step,
+            f"the ranks wait for each other: {now:.0%} of the time is used, as some have a cell more; "
+            f"train.micro_batch_size={better} makes {cells} cells and uses {used(better):.0%}",
+        )  # fmt: skip
 
 
 def show_balance(trainer: Trainer, run: Run, steps_lost: int) -> None:

@@ -139,6 +139,7 @@ class LogSection:
     interval: Size = 10  # optimizer steps between log lines
     wandb: Literal["disabled", "auto", "online", "offline"] = "disabled"  # auto = online where there is a key
     wandb_project: Text = "mingpt"  # the project on wandb that the run belongs to; your own entity
+    stall_seconds: Amount = 300.0  # a step that takes longer: every worker's stacks go into its log file; 0 = never
     all_ranks: bool = False  # every worker's log in a file of its own, <out_dir>/logs/rank-<rank>.log
 
 

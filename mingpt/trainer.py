@@ -32,7 +32,7 @@ from mingpt.distributed import Control, World
 from mingpt.elastic import Notes, StopSignals
 from mingpt.grid import Grid, mix, share
 from mingpt.image import Image, encoded_size, restore_rng, rng_tensors, xxh3
-from mingpt.metrics import Ledger, Metrics, duration
+from mingpt.metrics import Ledger, Losses, Metrics, StallWatch, duration, log_file
 from mingpt.optim import SCHEDULES, learning_rate_at, make_optimizer, optimizer_tensors
 from mingpt.reduction import ExactReduction, FastReduction
 from mingpt.slots import Slots
@@ -51,7 +51,7 @@ _SETTINGS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
         (Integral, lambda value: value >= 0, "a whole number, at least 0"),
     ),
     **dict.fromkeys(
-        ("learning_rate", "min_lr", "weight_decay", "grad_clip", "save_interval_seconds"),
+        ("learning_rate", "min_lr", "weight_decay", "grad_clip", "save_interval_seconds", "stall_seconds"),
         (Real, lambda value: 0 <= value < math.inf, "a number, at least 0"),
     ),
     **dict.fromkeys(("beta1", "beta2"), (Real, lambda value: 0 <= value < 1, "a number from 0 to below 1")),
@@ -68,6 +68,9 @@ BAD_IN_A_ROW = 20  # updates that may be skipped one after the other: more are n
 SKIPS_LISTED = 64  # the newest ones that the state lists
 STOP_INTERVAL = 8  # cells of an evaluation from one look at the wish to stop to the next
 RETRY_SECONDS = 10.0  # from a save that failed to the next try
+SPIKE = 6.0  # standard deviations of the last losses by which one is told to be out of line
+STARVED = 0.2  # of the step, waiting for data, that is told
+LATE = 2  # times the interval between snapshots after which a newer one is missed
 IMAGE_SHARE = 0.02  # of the training that RAM images may take
 IMAGE_SECONDS = 1.0  # of training that a kill may cost, whatever RAM images take; a step where that is longer
 
@@ -81,7 +84,8 @@ class Trainer:
     each node keeps images of that run in `ram_dir` (None: nowhere), until `fit` is done. `sample` returns a text to
     show, `description` is kept in every image. `flops_per_token` (of forward and backward) is what a share of the
     device's peak is told by; of a run that goes on `began` is the unix time of its first start, `steps_lost` how many
-    steps it does again. Call `restore` to go on from an image, then `fit`, once; afterwards `step`, `val_loss` and
+    steps it does again. Where a step takes longer than `stall_seconds` (0: any), each rank's stacks go into a file in
+    `logs`. Call `restore` to go on from an image, then `fit`, once; afterwards `step`, `val_loss` and
     `stopped` tell how it ended.
 
     Raises ValueError for settings that contradict each other or the data.
@@ -115,6 +119,8 @@ class Trainer:
         eval_sequences: int = 0,
         sample_interval: int = 0,
         log_interval: int = 10,
+        stall_seconds: float = 0.0,
+        logs: Path | None = None,
         save_interval: int = 250,
         save_interval_seconds: float = 0.0,
         on_error: str = "warn",
@@ -176,6 +182,8 @@ class Trainer:
         self._eval_interval = eval_interval
         self._sample_interval = sample_interval
         self._log_interval = log_interval
+        self._stall_seconds = stall_seconds if logs else 0.0
+        self._logs = logs
         self._save_interval = save_interval
         self._save_interval_seconds = save_interval_seconds
         self._on_error = on_error
@@ -222,6 +230,9 @@ class Trainer:
         # Seconds that saving and RAM images kept the training since the last row.
         self._kept = {"perf/snapshot_stall_seconds": 0.0, "perf/ram_image_seconds": 0.0}
         self._waited = 0.0  # for data, up to the last row
+        self._losses = Losses()
+        self._told: set[str] = set()  # warnings that are not repeated
+        self._durable = 0, 0.0  # the newest durable snapshot's step, and when (monotonic) it became known
         # What the first row after a restart tells.
         self._restart: dict[str, float] = {} if steps_lost is None else {"elastic/steps_lost": steps_lost}
         self.ledger = Ledger(began or 0.0)
@@ -247,11 +258,14 @@ class Trainer:
         self.ledger.began = self.ledger.began or time.time()
         self._first_step = self.step
         self._watch = _Stopwatch(self.step)
+        self._durable = self.step, time.monotonic()
+        self._stalls = StallWatch(self._stall_seconds, self._stack_file, self._tell_stall)
         try:
             with nullcontext(signals) if signals else StopSignals() as signals:
                 self._signals, self._notes = signals, notes
                 while self._due_before_step():
                     self._control.start(stop=signals.wanted, leave=self._leaves, broken=int(self._broken_seen) >= 0)
+                    self._stalls.begin(self.step)
                     self._update()
                     self.metrics.progress(self.step, self.max_steps)
                     if notes and self.world.local_rank == 0:
@@ -262,6 +276,7 @@ class Trainer:
                 if self.slots and not self._forms_anew and not stays:
                     self.slots.remove()
         finally:
+            self._stalls.close()
             self.close()
 
     def _update(self) -> None:
@@ -305,6 +320,7 @@ class Trainer:
         row: dict[str, float] = {}
         if self.step > self._first_step and self._is_log_due(self.step):
             row = self._log()
+        self._stalls.end()
         with self._watch.paused():
             improved = False
             if self.validation and (end or self._is_eval_due()) and not self.stopped:
@@ -425,6 +441,9 @@ class Trainer:
         steps, seconds = self._watch.lap(self.step)
         self.ledger.note(self.step, seconds)  # by every rank: rank 0 may be the one that is lost
         waited, self._waited = self.batches.waited_seconds - self._waited, self.batches.waited_seconds
+        waiting = waited / (steps * seconds)
+        if waiting > STARVED and self.step - steps > self._first_step:  # nothing was read ahead for the first
+            self._warn_once("starved", f"{waiting:.0%} of a step is waiting for data.path: give it a faster disk")
         if not self.world.is_main:
             return {}
         lr = learning_rate_at(self.step - 1, **self._schedule)  # of the update that this row is about
@@ -445,6 +464,10 @@ class Trainer:
             )  # fmt: skip
             self.metrics.event("skipped", last + 1, updates=skips)
             self._skips_told = skips
+        if (score := self._losses.score(loss)) > SPIKE:
+            odd = f"the loss of step {self.step} is {loss:.4f}, {score:.0f} standard deviations above the last ones"
+            self.metrics.warn("loss_spike", self.step, f"{odd} ({self._samples_of(self.step - 1)})")
+        self._look_for_late_snapshot()
         before = self._replayed.get(self.step)
         if before is not None and before != loss and isinstance(self.reduction, ExactReduction):
             log.warning("step %d is not what it was before the restart: loss %r, then %r", self.step, before, loss)
@@ -455,7 +478,7 @@ class Trainer:
             "perf/tokens_per_second": rate,
             "perf/step_seconds": seconds,
             **mfu,
-            "perf/data_wait_share": waited / (steps * seconds),
+            "perf/data_wait_share": waiting,
             **kept,
             "elastic/ram_image_interval": self._cadence.every if self.slots and self.slots.shared else 0,
             "data/samples_seen": self.grid.samples_seen(self.step),
@@ -480,6 +503,33 @@ class Trainer:
         self.metrics.event("recovery", self.step, **parts)
         named = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if name != "seconds")
         log.info("recovered: %.1f s from the last step before to this one (%s)", parts["seconds"], named)
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        """Until it is forgotten: what lasts is not told at every row."""
+        if kind not in self._told:
+            self._told.add(kind)
+            self.metrics.warn(kind, self.step, message)
+
+    def _look_for_late_snapshot(self) -> None:
+        steps, seconds = self.step - self._durable[0], time.monotonic() - self._durable[1]
+        missed = 0 < LATE * self._save_interval < steps or 0 < LATE * self._save_interval_seconds < seconds
+        if self.saver and missed:
+            self._warn_once(
+                "snapshot_late",
+                f"the newest durable snapshot is {steps} steps and {seconds:.0f} s old, more than {LATE} times what "
+                "snapshot.save_interval asks for: a power failure costs as much; see whether the store is too slow",
+            )
+
+    def _stack_file(self) -> Path:
+        assert self._logs
+        return log_file(self._logs, self.world.rank)
+
+    def _tell_stall(self, step: int) -> None:
+        if self.world.is_main:
+            self.metrics.warn(
+                "stall", step, f"the step after {step} takes longer than log.stall_seconds={self._stall_seconds:g}: "
+                f"where each rank is, is written into {self._logs}",
+            )  # fmt: skip
 
     def _evaluate(self, row: dict[str, float]) -> bool:
         """Evaluates the weights at `step`, once, into `row`; whether they are the best so far, and worth keeping."""
@@ -620,6 +670,8 @@ class Trainer:
             return
         if manifest:
             self.last_manifest = manifest
+            self._durable = manifest.facts["step"], time.monotonic()
+            self._told.discard("snapshot_late")
             seconds = time.monotonic() - self._saved_at
             self.metrics.event("snapshot", self._saved_step, uri=manifest.image_uri, seconds=seconds)
             log.info("saved %s in %.1f s", manifest.image_uri, seconds)

@@ -5,7 +5,9 @@ import itertools
 import json
 import math
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,15 @@ import torch
 from conftest import Runs, in_world, read_until_step, snapshots
 from torch import Tensor, nn
 
+import train_gpt
 from mingpt import distributed
 from mingpt.distributed import _peak_of
 from mingpt.elastic import Notes
-from mingpt.metrics import Bar, Ledger, Metrics, Past, look_back, read_metrics, recall
+from mingpt.grid import Grid
+from mingpt.metrics import Bar, Ledger, Losses, Metrics, Past, StallWatch, look_back, read_metrics, recall
 from mingpt.slots import Slots
-from mingpt.snapshot import read_verified
-from mingpt.trainer import Trainer
+from mingpt.snapshot import Snapshots, read_verified
+from mingpt.trainer import SPIKE, Trainer
 
 TOKENS = np.random.default_rng(0).integers(0, 11, 900).astype(np.uint16)
 
@@ -66,11 +70,11 @@ def slow_trainer(clock: Clock, path: Path, **settings: Any) -> Trainer:
         clock.now += 50
         return "text"
 
-    return Trainer(
-        Slow(clock), TOKENS[:800], TOKENS[800:], block_size=8, global_batch_size=8, micro_batch_size=2, log_interval=5,
-        eval_interval=10, sample_interval=10, sample=sample, metrics=Metrics(path, settings.get("generation", 1)),
-        **settings,
-    )  # fmt: skip
+    defaults: dict[str, Any] = {
+        "block_size": 8, "global_batch_size": 8, "micro_batch_size": 2, "log_interval": 5, "eval_interval": 10,
+        "sample_interval": 10, "sample": sample, "metrics": Metrics(path, settings.get("generation", 1)),
+    }  # fmt: skip
+    return Trainer(Slow(clock), TOKENS[:800], TOKENS[800:], **defaults | settings)
 
 
 def by_hand(entries: list[dict[str, Any]]) -> float:
@@ -289,3 +293,141 @@ def test_every_rank_can_have_its_log(runs: Runs) -> None:
     assert "\r" not in output and "\x1b" not in output
     assert re.search(r"^goodput +[\d.]+ % of the 0:\d\d since it began\nrestarts +0, 0 steps done again$", output, re.M)
     assert "best val loss   " in output
+
+
+def warnings_in(path: Path) -> list[tuple[str, int]]:
+    return [(entry["kind"], entry["step"]) for entry in read_metrics(path) if entry.get("event") == "warning"]
+
+
+def test_a_spike_is_told_and_noise_and_learning_are_not() -> None:
+    noise = np.random.default_rng(0).normal(0, 0.05, 2000)
+    falling = 3 * np.exp(-np.arange(2000) / 300) + 1 + noise
+    losses = Losses()
+    assert [i for i, loss in enumerate(falling) if losses.score(float(loss)) > SPIKE] == []
+    assert losses.score(2.0) > SPIKE
+    assert losses.score(math.nan) != losses.score(math.nan), "it is no number"
+    assert losses.score(2.0) > SPIKE, "a few of them move no median"
+    flat = Losses()
+    assert all(flat.score(1.0) == 0 for _ in range(30)) and flat.score(1.001) < SPIKE < flat.score(1.1)
+    assert all(Losses().score(loss) == 0 for loss in (1.0, 9.0)), "nothing is known yet"
+
+
+def test_a_spike_is_an_event(clock: Clock, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    trained = slow_trainer(clock, path, max_steps=30, log_interval=1, eval_interval=0, sample=None)
+    update = trained._update
+
+    def jump() -> None:
+        if trained.step == 24:
+            with torch.no_grad():
+                trained.model.table.weight *= 50  # type: ignore[union-attr, operator]
+        update()
+
+    trained._update = jump  # type: ignore[method-assign]
+    trained.fit()
+    assert warnings_in(path)[0] == ("loss_spike", 25)
+
+
+def test_starving_is_told_once(clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    trained = slow_trainer(clock, path, max_steps=30)
+    cells = trained.batches.cells
+
+    def late(*place: Any) -> Any:
+        clock.now += 2
+        trained.batches.waited_seconds += 2
+        return cells(*place)
+
+    trained.batches.cells = late  # type: ignore[method-assign]
+    trained.fit()
+    assert warnings_in(path) == [("starved", 10)], "the first row has what nobody could read ahead"
+    assert "33% of a step is waiting for data.path" in caplog.text
+
+
+def test_a_snapshot_that_is_late_is_told_until_it_comes(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, go, save = tmp_path / "metrics.jsonl", threading.Event(), Snapshots.save
+
+    def stuck(ours: Snapshots, *args: Any, **more: Any) -> Any:
+        assert go.wait(60)
+        return save(ours, *args, **more)
+
+    monkeypatch.setattr(Snapshots, "save", stuck)
+    trained = slow_trainer(clock, path, max_steps=30, snapshots=snapshots(tmp_path / "kept"), save_interval=5)
+    update = trained._update
+
+    def release() -> None:
+        if trained.step == 20:
+            go.set()
+            assert trained.saver and trained.saver._saving
+            trained.saver._saving.result()
+        update()
+
+    trained._update = release  # type: ignore[method-assign]
+    trained.fit()
+    assert warnings_in(path)[0] == ("snapshot_late", 15) and warnings_in(path).count(("snapshot_late", 20)) == 0
+
+
+def test_the_stacks_of_a_step_that_stalls_are_written(tmp_path: Path) -> None:
+    told, path = threading.Event(), tmp_path / "rank-0.log"
+    steps: list[int] = []
+
+    def tell(step: int) -> None:
+        steps.append(step)
+        told.set()
+
+    watch = StallWatch(0.05, lambda: path, tell)
+
+    def a_step_that_hangs() -> None:
+        watch.begin(7)
+        assert told.wait(30)
+
+    a_step_that_hangs()
+    watch.end()
+    told.clear()
+    assert not told.wait(0.2), "between two steps nothing stalls"
+    watch.close()
+    assert steps == [7]
+    said = path.read_text(encoding="utf-8")
+    assert "a_step_that_hangs" in said and said.count("the stacks, 0.05 s into a step") == 1
+
+
+def test_a_stall_in_a_training_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, stalled = tmp_path / "metrics.jsonl", threading.Event()
+    clock = Clock()  # which the model moves, and nobody looks at
+    trained = slow_trainer(clock, path, max_steps=4, stall_seconds=0.5, logs=tmp_path / "logs")
+    update, tell = trained._update, trained._tell_stall
+
+    def hang() -> None:
+        if trained.step == 2:
+            assert stalled.wait(60)
+        update()
+
+    def told(step: int) -> None:
+        tell(step)
+        stalled.set()
+
+    trained._update, trained._tell_stall = hang, told  # type: ignore[method-assign]
+    trained.fit()
+    assert warnings_in(path) == [("stall", 2)]
+    assert "in hang" in (tmp_path / "logs" / "rank-0.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro", "said"),
+    [
+        (1, 4, None),
+        (3, 4, None),
+        (2, 4, "uneven: the ranks wait for each other: 75% of the time is used.*=3 makes 4 cells and uses 100%"),
+        (5, 4, "idle: 2 of 5 ranks have nothing to do; train.micro_batch_size=1 makes 12 cells"),
+        (7, 1, None),
+    ],
+)
+def test_shares_that_leave_ranks_idle_are_told(ranks: int, micro: int, said: str | None, tmp_path: Path) -> None:
+    plan: Any = SimpleNamespace(
+        grid=Grid(1000, 8, 12, micro, seed=0), world=distributed.World(0, 0, ranks, ranks, torch.device("cpu"))
+    )
+    train_gpt.check_shares(plan, 0, Metrics(tmp_path / "metrics.jsonl"))
+    told = [f"{entry['kind']}: {entry['message']}" for entry in read_metrics(tmp_path / "metrics.jsonl")]
+    assert told == [] if said is None else re.search(said, *told)
