@@ -14,7 +14,7 @@ RUN = $(firstword $(call setting,snapshot.uri) $(call setting,out_dir) $(call se
 WORKERS = $(shell $(VENV)/bin/python -c "import torch; print(min(4, torch.cuda.device_count() or \
 	(1 if torch.backends.mps.is_available() else torch.get_num_threads())))")
 
-.PHONY: train test demo soak proof store-check check gpu-check clean
+.PHONY: train test demo soak proof store-check report-check check gpu-check clean
 
 train: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc_per_node=$(WORKERS) train_gpt.py \
@@ -38,6 +38,10 @@ proof: $(VENV)/installed-dev
 # Object stores against real servers, which are started here: SeaweedFS, fake-gcs-server and, where npm is, Azurite.
 store-check: $(VENV)/installed-stores
 	$(VENV)/bin/python -m pytest -q -m "store or not slow" tests/test_storage.py -rs $(ARGS)
+
+# The page of mingpt.report in headless Chromium, at the widths of a phone and of a desktop.
+report-check: $(VENV)/installed-dev
+	$(VENV)/bin/python -m pytest -q -m "browser or not browser" tests/test_report.py -rs $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

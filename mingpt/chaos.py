@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -196,6 +197,8 @@ class Cluster:
         node.kill()
         self.read()
         self.nodes.remove(node)
+        with suppress(FileNotFoundError):  # as one who looked on would know it, for mingpt.report
+            shutil.copy(node.folder / "runs/chaos/metrics.jsonl", self._folder / f"{node.folder.name}-lost.jsonl")
         shutil.rmtree(node.folder)
         return True
 
@@ -263,7 +266,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.folder.exists() and any(options.folder.iterdir()):
             parser.error(f"--folder={options.folder} is not empty")
         options.folder.mkdir(parents=True, exist_ok=True)
-        return chaos(options, options.folder.resolve())
+        code = chaos(options, options.folder.resolve())
+        files = " ".join(sorted(str(file) for file in options.folder.glob("**/*.jsonl") if "calm" not in file.parts))
+        print(f"see it: python -m mingpt.report {files}")
+        return code
     with tempfile.TemporaryDirectory(prefix="mingpt-chaos-") as folder:
         return chaos(options, Path(folder))
 

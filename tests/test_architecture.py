@@ -37,6 +37,8 @@ IMPORTS: dict[str, set[str]] = {
     "chaos": {"elastic", "metrics", "snapshot", "storage"},
     "dashboard": set(),
     "metrics": {"dashboard"},
+    "history": {"faults", "metrics"},
+    "report": {"faults", "history", "metrics", "storage"},
     "trainer": {
         "data", "grid", "tokens", "optim", "distributed", "reduction", "image", "slots", "snapshot", "elastic",
         "metrics",
@@ -50,7 +52,7 @@ IMPORTS: dict[str, set[str]] = {
 }  # fmt: skip
 IMPORTS["train_gpt"] = set(IMPORTS)  # train_gpt.py puts everything together
 
-COMMANDS = {"train_gpt", "chaos", "launch", "sample", "snapshot", "prepare", "interop"}  # they may print
+COMMANDS = {"train_gpt", "chaos", "launch", "sample", "snapshot", "prepare", "interop", "report"}  # they may print
 ENVIRONMENT = {"distributed", "launch", "chaos"}  # they may read and set environment variables
 UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
