@@ -97,6 +97,9 @@ def test_files_of_several_nodes_go_together_by_run(tmp_path: Path) -> None:
 def test_clocks_that_go_back_and_old_files(tmp_path: Path) -> None:
     back = only(write(tmp_path / "back", start(0, 100, 1), row(1, 101), row(2, 50), row(3, 103)))
     assert back.series("train/loss")[1].tolist() == [1, 1, 3]
+    again = [start(0, 150, 2), row(10, 160, 2), row(20, 170, 2), start(20, 180, 3)]  # at another log.interval
+    replayed = only(write(tmp_path / "replayed", start(0, 100, 1), row(10, 110), row(15, 115), row(20, 120), *again))
+    assert replayed.series("train/loss")[1].tolist() == [60, 60, 70]
     contradicted = only(write(tmp_path / "before", start(0, 100, 1), row(9, 101)))
     assert math.isnan(contradicted.goodput), "nine seconds of steps in one"
     old = only(write(tmp_path / "old", {"step": 5, "train/loss": 1.0}, {"step": 6, "train/loss": "inf", "time": "x"}))
