@@ -92,7 +92,7 @@ class History:
         steps, _, step_seconds = self.series("perf/step_seconds")
         first = self.starts[0].step if self.starts else 0  # above 0 where the file of an earlier node is missing
         useful = float(np.nansum(np.diff(steps, prepend=first) * step_seconds))
-        wall = max((number(row.get("time")) for row in self.rows.values()), default=math.nan) - self.began
+        wall = self.heard - self.began
         return useful / wall if 0 <= useful <= wall and wall > 0 else math.nan
 
     @property

@@ -284,7 +284,7 @@ def read_metrics(path: Path, run_id: str | None = None) -> Iterator[dict[str, An
         for line in file:
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
                 continue
@@ -295,7 +295,9 @@ def read_metrics(path: Path, run_id: str | None = None) -> Iterator[dict[str, An
 
 
 def duration(seconds: float) -> str:
-    """`h:mm:ss` or `m:ss`."""
+    """`h:mm:ss` or `m:ss`; `?` of what is no time."""
+    if not math.isfinite(seconds):
+        return "?"
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
