@@ -70,6 +70,7 @@ STOP_INTERVAL = 8  # cells of an evaluation from one look at the wish to stop to
 RETRY_SECONDS = 10.0  # from a save that failed to the next try
 SPIKE = 6.0  # standard deviations of the last losses by which one is told to be out of line
 STARVED = 0.2  # of the step, waiting for data, that is told
+STARVED_ROWS = 3  # in a row: nothing is read ahead for the first step, and a busy machine has its moments
 LATE = 2  # times the interval between snapshots after which a newer one is missed
 IMAGE_SHARE = 0.02  # of the training that RAM images may take
 IMAGE_SECONDS = 1.0  # of training that a kill may cost, whatever RAM images take; a step where that is longer
@@ -230,6 +231,7 @@ class Trainer:
         # Seconds that saving and RAM images kept the training since the last row.
         self._kept = {"perf/snapshot_stall_seconds": 0.0, "perf/ram_image_seconds": 0.0}
         self._waited = 0.0  # for data, up to the last row
+        self._starving = 0  # rows in a row
         self._losses = Losses()
         self._told: set[str] = set()  # warnings that are not repeated
         self._durable = 0, 0.0  # the newest durable snapshot's step, and when (monotonic) it became known
@@ -442,7 +444,8 @@ class Trainer:
         self.ledger.note(self.step, seconds)  # by every rank: rank 0 may be the one that is lost
         waited, self._waited = self.batches.waited_seconds - self._waited, self.batches.waited_seconds
         waiting = waited / (steps * seconds)
-        if waiting > STARVED and self.step - steps > self._first_step:  # nothing was read ahead for the first
+        self._starving = self._starving + 1 if waiting > STARVED else 0
+        if self._starving == STARVED_ROWS:
             self._warn_once("starved", f"{waiting:.0%} of a step is waiting for data.path: give it a faster disk")
         if not self.world.is_main:
             return {}

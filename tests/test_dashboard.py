@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Runs, read_until_step
+from conftest import ROOT, Runs, read_until_step
 
 from mingpt import dashboard, distributed
 from mingpt.dashboard import Dashboard
@@ -218,6 +219,13 @@ def test_the_pieces_of_a_killed_run_are_one_curve(runs: Runs) -> None:
     assert {item["elastic/restarts"] for item in after if "train/loss" in item} == {1}
     written = [path for path in (runs.folder / "runs/small/wandb").rglob("*") if path.is_file()]
     assert len(written) > 4 and not any(b"unspeakable" in path.read_bytes() for path in written), "the command line"
+    (command,) = re.findall(r"^wandb (sync .*)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    command = command.replace("shakespeare_char", "small")
+    said = subprocess.run(
+        f"{sys.executable} -m wandb {command} --dry-run", shell=True, cwd=runs.folder, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert all(path.name in said.stdout + said.stderr for path in paths) and "2 run" in said.stdout + said.stderr
 
 
 def test_a_server_that_accepts_and_never_answers_delays_nobody(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,7 +340,7 @@ def test_starving_is_told_once(clock: Clock, tmp_path: Path, caplog: pytest.LogC
 
     trained.batches.cells = late  # type: ignore[method-assign]
     trained.fit()
-    assert warnings_in(path) == [("starved", 10)], "the first row has what nobody could read ahead"
+    assert warnings_in(path) == [("starved", 15)], "three rows in a row, and once"
     assert "33% of a step is waiting for data.path" in caplog.text
 
 
