@@ -85,7 +85,7 @@ class Trainer:
     each node keeps images of that run in `ram_dir` (None: nowhere), until `fit` is done. `sample` returns a text to
     show, `description` is kept in every image. `flops_per_token` (of forward and backward) is what a share of the
     device's peak is told by; of a run that goes on `began` is the unix time of its first start, `steps_lost` how many
-    steps it does again. Where a step takes longer than `stall_seconds` (0: any), each rank's stacks go into a file in
+    steps it does again. Where a step takes longer than `stall_seconds` (0: never), each rank's stacks go into a file in
     `logs`. Call `restore` to go on from an image, then `fit`, once; afterwards `step`, `val_loss` and
     `stopped` tell how it ended.
 
