@@ -14,7 +14,7 @@ RUN = $(firstword $(call setting,snapshot.uri) $(call setting,out_dir) $(call se
 WORKERS = $(shell $(VENV)/bin/python -c "import torch; print(min(4, torch.cuda.device_count() or \
 	(1 if torch.backends.mps.is_available() else torch.get_num_threads())))")
 
-.PHONY: train test demo soak proof store-check report-check check gpu-check clean
+.PHONY: train test demo soak proof store-check report-check slurm-check check gpu-check clean
 
 train: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc_per_node=$(WORKERS) train_gpt.py \
@@ -42,6 +42,10 @@ store-check: $(VENV)/installed-stores
 # The page of mingpt.report in headless Chromium, at the widths of a phone and of a desktop.
 report-check: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -q -m "browser or not browser" tests/test_report.py -rs $(ARGS)
+
+# configs/launch/slurm.sbatch on a SLURM of two nodes, which is started here: as root, with slurm-wlm and munge.
+slurm-check: $(VENV)/installed-dev
+	$(VENV)/bin/python -m pytest -q -m slurm tests/test_slurm.py -rs $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

@@ -90,7 +90,7 @@ def test_every_command(checkout: Path) -> None:
     assert len(others) >= 5
 
 
-@pytest.mark.parametrize("target", ["train", "test", "check", "gpu-check", "proof", "clean"])
+@pytest.mark.parametrize("target", ["train", "test", "check", "gpu-check", "proof", "slurm-check", "clean"])
 def test_every_target_exists(target: str) -> None:
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

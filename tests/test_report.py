@@ -60,8 +60,8 @@ def test_a_run_through_kill_replay_and_stop(tmp_path: Path) -> None:
     run = only(write(tmp_path / "tiny/metrics.jsonl", *KILLED, torn='{"step": 41, "ti'))
     assert list(run.rows) == [10, 20, 25, 30, 40]
     assert run.rows[25]["train/loss"] == 3.75, "the last word on a step counts"
-    # 10 + 10 steps of 1 s, 5 + 5 of 1.5 s, 10 of 1 s, in the 70 s from the first start to the last row
-    assert run.goodput == pytest.approx((10 + 10 + 5 * 1.5 + 5 * 1.5 + 10) / 70)
+    # 10 + 10 steps of 1 s, 5 + 5 of 1.5 s, 10 of 1 s, in the 70.5 s from the first start to the last line
+    assert run.goodput == pytest.approx((10 + 10 + 5 * 1.5 + 5 * 1.5 + 10) / 70.5)
     assert [(it.steps_lost, it.before, it.world_size) for it in run.starts] == [
         (0, "", 2), (5, "killed", 1), (0, "stopped", 2),
     ]  # fmt: skip
