@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mingpt.model import GPT, PRESETS, Cache, GPTConfig, check_causal, sample_token
+from mingpt.model import GPT, PRESETS, Cache, GPTConfig, Linear, check_causal, sample_token
 
 VOCAB, BLOCK = 61, 16  # 61 is padded to 64
 
@@ -284,6 +284,39 @@ def test_the_cache_saves_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.transformer, "forward", counting)
     tokens(model.generate(random_ids(1, BLOCK - 3), 6))
     assert widths == [BLOCK - 3, 1, 1, 1, BLOCK, BLOCK]  # position 16 is outside the block: the window slides
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_a_few_rows_are_divided_among_threads(bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[tuple[int, ...]] = []
+    bmm: Callable[..., Tensor] = torch.bmm
+
+    def counting(rows: Tensor, weight: Tensor) -> Tensor:
+        products.append((*rows.shape, weight.size(2)))
+        return bmm(rows, weight)
+
+    monkeypatch.setattr(torch, "bmm", counting)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(3)
+    linear = Linear(8, 12, bias=bias)
+    for shape in ((8,), (1, 1, 8), (2, 8, 8), (17, 8)):
+        x = torch.randn(*shape)
+        torch.testing.assert_close(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+    parts = {1: 1, 2: 2, 3: 3, 4: 4, 7: 1}[threads]  # 12 outputs
+    expected = [] if parts == 1 else [(parts, rows, 8, 12 // parts) for rows in (1, 1, 16)]  # 17 rows are not few
+    assert products == expected
+    with torch.enable_grad():
+        linear(torch.randn(1, 8)).sum().backward()  # training is torch's own
+    assert products == expected and linear.weight.grad is not None
+
+
+def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = spread(tiny()), [random_ids(1, length)[0] for length in (3, 1, BLOCK)]
+    alone = tokens(model.generate(prompts, 2 * BLOCK, temperature=0.0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert torch.equal(tokens(model.generate(prompts, 2 * BLOCK, temperature=0.0)), alone)
 
 
 def test_tokens_come_one_by_one() -> None:
