@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,11 @@ PRESETS: dict[str, dict[str, int]] = {
     "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},  # 774M
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
 }
+
+# What `attend` and the loss choose their kernels by.
+EXPLICIT_UP_TO = 256  # tokens; for more than that torch's own attention is the faster one in bfloat16 too
+CPU_HAS_BFLOAT16 = any(torch.cpu.get_capabilities().get(units) for units in ("avx512_bf16", "amx_bf16"))
+LOGITS_AT_ONCE = {"cuda": 2**26}  # by device; the CPU gains nothing from less
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,18 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """Attention (B, n_head, T, head size), causal where `mask` is None, by the kernel that suits device and shape."""
+    T = q.size(2)
+    causal = mask is None and T > 1  # a single query is the last token, which may see all keys
+    if causal and q.dtype == torch.bfloat16 and q.device.type == "cpu" and T <= EXPLICIT_UP_TO and CPU_HAS_BFLOAT16:
+        # torch's own kernel for bfloat16 on CPUs leaves the units for matrix products idle at this length.
+        future = torch.full((T, T), -math.inf, device=q.device).triu(1)
+        weights = (q @ k.transpose(-2, -1) / math.sqrt(q.size(3)) + future).softmax(dim=-1)
+        return F.dropout(weights, dropout).to(v.dtype) @ v
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -114,11 +132,10 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
         if cache is not None:
-            assert cache.length == 0 or T == 1  # is_causal below aligns the first query with the first key
+            assert cache.length == 0 or T == 1  # a causal mask aligns the first query with the first key
             k, v = cache.append(k, v)
         dropout = self.dropout if self.training else 0.0
-        causal = mask is None and T > 1  # a single query is the last token, which may see all keys
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        y = attend(q, k, v, mask, dropout)
         x = self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
         return x
 
@@ -182,6 +199,49 @@ class Transformer(nn.Module):
         return x
 
 
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy of hidden states (N, C) under a head, whose logits never stand in memory as a whole.
+
+    In float32 those of 16 sequences of GPT-2 would take 3 GB, and their gradient as much again. The gradient is made
+    with the loss, `rows` at a time, so that no product is computed twice; it is scaled in the backward, since a
+    GradScaler's factor is known only there, and float16 keeps more of it as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, rows: int) -> Tensor:
+        kind, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        wanted = any(ctx.needs_input_grad)
+        total = torch.zeros((), device=x.device)
+        with torch.autocast(kind, enabled=False):
+            hidden, head = x.to(dtype), weight.to(dtype)
+            if wanted:
+                dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+            for start in range(0, len(x), rows):
+                part = slice(start, start + rows)
+                logits = (hidden[part] @ head.t()).float()
+                logits[:, vocab_size:] = -math.inf
+                logprobs = logits.log_softmax(dim=-1)
+                total += F.nll_loss(logprobs, targets[part], reduction="sum")
+                if wanted:
+                    gradient = logprobs.exp_()
+                    gradient.scatter_add_(1, targets[part, None], gradient.new_full((len(gradient), 1), -1.0))
+                    gradient = gradient.to(dtype)
+                    dx[part] = gradient @ head
+                    dweight += gradient.t() @ hidden[part]
+        if wanted:
+            ctx.save_for_backward(dx, dweight)
+        ctx.dtype = weight.dtype
+        return total / len(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        dx, dweight = ctx.saved_tensors
+        grad = grad / len(dx)
+        return (dx * grad).to(dx.dtype), (dweight * grad).to(ctx.dtype), None, None, None
+
+
 class GPT(nn.Module):
     """The language model. Its vocabulary is padded inside; the padded logits exist for nobody outside."""
 
@@ -210,7 +270,13 @@ class GPT(nn.Module):
             raise ValueError(f"idx has {T} tokens per sequence; give 1 to block_size={block_size}")
         if idx.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would wait for the device
             self._check_ids(idx)
-        logits: Tensor = self.lm_head(self.transformer(idx))[..., : self.config.vocab_size]
+        x = self.transformer(idx)
+        if targets is not None and (most := LOGITS_AT_ONCE.get(idx.device.type)):
+            rows = math.ceil(most / self.config.padded_vocab_size)
+            head, vocab_size = self.lm_head.weight, self.config.vocab_size
+            loss = ChunkedCrossEntropy.apply(x.flatten(0, 1), head, targets.flatten(), vocab_size, rows)  # type: ignore[no-untyped-call]
+            return None, loss
+        logits: Tensor = self.lm_head(x)[..., : self.config.vocab_size]
         if targets is None:
             return logits, None
         return None, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

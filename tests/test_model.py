@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mingpt.model import GPT, PRESETS, Cache, GPTConfig, Linear, check_causal, sample_token
+import mingpt.model
+from mingpt.model import GPT, PRESETS, Cache, GPTConfig, Linear, attend, check_causal, sample_token
 
 VOCAB, BLOCK = 61, 16  # 61 is padded to 64
 
@@ -112,6 +113,77 @@ def test_the_loss_is_the_mean_over_all_targets() -> None:
     assert logits is None
     by_hand = -logits_of(model, idx).log_softmax(dim=-1).gather(2, targets.unsqueeze(2)).mean()
     torch.testing.assert_close(loss, by_hand)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_in_parts_give_the_same_loss_and_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    idx, targets = random_ids(3, BLOCK), random_ids(3, BLOCK).flip(1)
+    results, sizes = [], []
+    log_softmax: Callable[..., Tensor] = Tensor.log_softmax
+
+    def counting(x: Tensor, dim: int) -> Tensor:
+        sizes.append(len(x))
+        return log_softmax(x, dim=dim)
+
+    monkeypatch.setattr(Tensor, "log_softmax", counting)
+    for most in ({}, {"cpu": 64 * 20}):  # all 48 rows, and 20 at a time
+        monkeypatch.setattr(mingpt.model, "LOGITS_AT_ONCE", most)
+        model = spread(tiny(n_layer=1))
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            loss = model(idx, targets)[1]
+            with torch.no_grad():
+                assert torch.equal(model(idx, targets)[1], loss)
+        assert loss.dtype == torch.float32
+        (loss * 8).backward()  # as a GradScaler would
+        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    assert sizes == [20, 20, 8] * 2
+    (whole, gradients), (parts, others) = results
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(parts, whole, rtol=tolerance, atol=0)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == others[name].dtype
+        assert (gradient - others[name]).norm() <= tolerance * gradient.norm(), name
+    assert (others["transformer.wte.weight"][VOCAB:] == 0).all()
+
+
+def test_logits_in_parts_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mingpt.model, "LOGITS_AT_ONCE", {"cpu": 64 * 20})
+    idx, losses = random_ids(3, BLOCK), []
+    for compiled in (False, True):
+        model = spread(tiny(n_layer=1))
+        loss = (torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model)(idx, idx)[1]
+        loss.backward()
+        losses.append(torch.stack([loss.detach(), model.lm_head.weight.grad.norm()]))
+    torch.testing.assert_close(losses[0], losses[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_both_kernels_of_attention_compute_the_same(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.randn(3, 2, 2, 8, 16, generator=seeded(1)).to(torch.bfloat16).requires_grad_().unbind()
+    results, calls = [], []
+    sdpa = nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: calls.append(1) or sdpa(*args, **kwargs)
+    )
+    for explicit in (False, True):
+        monkeypatch.setattr(mingpt.model, "CPU_HAS_BFLOAT16", explicit)
+        torch.manual_seed(4)
+        results.append(torch.stack([attend(q, k, v, None, dropout).mean() for _ in range(200)]))
+    assert len(calls) == 200
+    assert torch.equal(results[1][1:], results[1][:-1]) == (dropout == 0)
+    torch.testing.assert_close(results[0].float().mean(), results[1].float().mean(), atol=2e-2, rtol=2e-2)
+    if dropout == 0:
+        outputs = []
+        for explicit in (False, True):
+            monkeypatch.setattr(mingpt.model, "CPU_HAS_BFLOAT16", explicit)
+            outputs.append(attend(q, k, v, None, 0.0))
+        torch.testing.assert_close(outputs[0], outputs[1], atol=2e-2, rtol=2e-2)
+        changed = k.clone()
+        changed[:, :, -1] += 1
+        assert torch.equal(attend(q, changed, v, None, 0.0)[:, :, :-1], outputs[1][:, :, :-1])  # the future is unseen
+    monkeypatch.setattr(mingpt.model, "EXPLICIT_UP_TO", 7)
+    attend(q, k, v, None, dropout)
+    assert calls.pop()  # longer than that
 
 
 def test_first_loss_is_that_of_a_uniform_guess() -> None:
