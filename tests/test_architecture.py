@@ -43,6 +43,7 @@ IMPORTS: dict[str, set[str]] = {
         "data", "grid", "tokens", "optim", "distributed", "reduction", "image", "slots", "snapshot", "elastic",
         "metrics",
     },
+    "bench": {"distributed", "metrics", "model", "trainer"},
     "sample": {"faults", "snapshot", "model", "tokenizer"},
     "interop": {"faults", "snapshot", "image", "model", "tokenizer", "storage"},
     "__init__": {"model", "snapshot", "trainer"},  # on first use, for `from mingpt import GPT`
@@ -53,6 +54,7 @@ IMPORTS: dict[str, set[str]] = {
 IMPORTS["train_gpt"] = set(IMPORTS)  # train_gpt.py puts everything together
 
 COMMANDS = {"train_gpt", "chaos", "launch", "sample", "snapshot", "prepare", "interop", "report"}  # they may print
+COMMANDS = {"train_gpt", "bench", "chaos", "launch", "sample", "snapshot", "prepare", "interop"}  # they may print
 ENVIRONMENT = {"distributed", "launch", "chaos"}  # they may read and set environment variables
 UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
