@@ -273,7 +273,8 @@ def theirs(contest: Contest) -> Any:
             from transformers import GPT2Config, GPT2LMHeadModel
 
             none: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-            return GPT2LMHeadModel(GPT2Config(n_positions=c.block_size, **shape, **none)).eval().to(contest.device)
+            rival: Any = GPT2LMHeadModel(GPT2Config(n_positions=c.block_size, **shape, **none))
+            return rival.eval().to(contest.device)
         sys.path.insert(0, contest.who)
         import model as nanogpt  # type: ignore[import-not-found]
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show, in under five minutes: `make gpu-check`. Ends with a table; exit code 1 if a row failed.
+"""What only a GPU can show, in some ten minutes: `make gpu-check`. Ends with a table; exit code 1 if a row failed.
 
 Trains, kills, resumes and samples a small model and one of GPT-2's size on CUDA in bfloat16, compiled and not, and runs
 exact reduction twice for one hash; on two GPUs, where there are two, over NCCL. Without CUDA it says that it skipped.
@@ -26,6 +26,8 @@ LIMIT = 120  # seconds for one run; what takes longer hangs
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}  # bfloat16, dense, FLOP/s
 
 DEVICE = "cuda"
+BENCH = "gpu"
+BASELINE = f"--against={ROOT / 'tests' / 'baseline'}"
 GPT2_LOG_INTERVAL = 10
 
 SMALL = ["configs/smoke.yaml", "--data.path={text}", "--train.max_steps=60", "--snapshot.save_interval=20"]
@@ -157,6 +159,27 @@ def trained(folder: Path, name: str, *settings: str) -> str:
     return speed(folder, name)
 
 
+def benchmarked(shape: str, *rivals: str) -> str:
+    """`mingpt.bench gpu` at this shape; with a rival, the plain GPT in tests/baseline, in turns with it."""
+    options = [f"--shapes={shape}", f"--device={DEVICE}", "--dtype=bfloat16", "--rounds=3", *rivals]
+    command = [sys.executable, "-m", "mingpt.bench", BENCH, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3 * LIMIT, check=False)
+    assert done.returncode == 0 and "does not work here" not in done.stderr, done.stderr[-3000:]
+    from mingpt.bench import SHAPES
+    from mingpt.model import GPT, GPTConfig
+
+    with torch.device("meta"):
+        flops = GPT(GPTConfig(**SHAPES[shape][0])).flops_per_token()
+    said = []
+    for row in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")):
+        peak = next((value for key, value in PEAKS.items() if key in row["device"]), None)
+        rate = row["tokens_per_second"]
+        mfu = f"MFU {rate * flops / peak:.1%}" if peak else "MFU unknown"
+        said.append(f"{row['who']} {rate:,.0f} tokens/s, {mfu}, {row['peak_memory'] / 1e9:.1f} GB")
+        said += [f"{row['mingpt_is_times']:.2f} times"] if row["who"] != "mingpt" else []
+    return "; ".join(said)
+
+
 def on_two_gpus(folder: Path) -> str:
     """Over NCCL: fast reduction (DDP) to the same losses within tolerance, exact reduction to the same hash."""
     if torch.cuda.device_count() < 2:
@@ -194,6 +217,9 @@ def main() -> int:
             "gpt2: sample": lambda: sampled(folder, "gpt2-killed"),
             "gpt2: fast": lambda: trained(folder, "fast", *GPT2),
             "gpt2: fast, compiled": lambda: trained(folder, "compiled", *GPT2, "--compile=true"),
+            "gpt2: beside a plain GPT": lambda: benchmarked("gpt2", BASELINE),
+            "gpt2-medium: the same": lambda: benchmarked("gpt2-medium", BASELINE),
+            "gpt2-xl: recomputing blocks": lambda: benchmarked("gpt2-xl"),
             "gpt2: images in memory": lambda: image_cost(folder, "compiled"),
             "gpt2: exact": lambda: speed(folder, "gpt2-calm"),
         }
