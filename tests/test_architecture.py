@@ -53,8 +53,8 @@ IMPORTS: dict[str, set[str]] = {
 }  # fmt: skip
 IMPORTS["train_gpt"] = set(IMPORTS)  # train_gpt.py puts everything together
 
-COMMANDS = {"train_gpt", "chaos", "launch", "sample", "snapshot", "prepare", "interop", "report"}  # they may print
-COMMANDS = {"train_gpt", "bench", "chaos", "launch", "sample", "snapshot", "prepare", "interop"}  # they may print
+# They may print.
+COMMANDS = {"train_gpt", "bench", "chaos", "launch", "sample", "snapshot", "prepare", "interop", "report"}
 ENVIRONMENT = {"distributed", "launch", "chaos"}  # they may read and set environment variables
 UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
