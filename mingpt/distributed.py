@@ -23,21 +23,8 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def keep_freed_memory() -> None:
-    """Lets glibc keep what a step frees for the next step: else the kernel clears the same pages for each anew.
-
-    Seen: a tenth of the processor time of a step of gpt2 (124M), 2 % of one of 10.7M parameters.
-    """
-    libc = ctypes.CDLL(None)
-    if sys.platform == "linux" and hasattr(libc, "mallopt"):  # musl has none
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        libc.mallopt(m_mmap_threshold, 2**30)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
-
-
-# All before torch is loaded, which takes seconds in which an agent can die, allocates, and reads the spin count.
+# Both before torch is loaded, which takes seconds in which an agent can die, and reads the spin count.
 die_with_parent()
-keep_freed_memory()
 # GNU OpenMP's threads wait for each other by spinning; with any other load on the cores that costs up to 25 times the
 # work (seen: 400 instead of 9,000 tokens/s), a short spin at most 8 % (on idle cores).
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 
 from mingpt.distributed import World, _formation
 
@@ -70,16 +69,3 @@ def test_no_thread_of_the_process_group_outlives_it() -> None:
     )
     before, after = done.stdout.split("left")
     assert "gloo" in before and "gloo" not in after
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
-def test_freed_memory_is_used_again() -> None:
-    program = """
-import resource
-from mingpt import distributed
-import torch
-faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-torch.ones(2**24); before = faults(); torch.ones(2**24); print(faults() - before)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 16  # 64 MB: 16384 pages, or 32 large ones
