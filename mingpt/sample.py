@@ -7,6 +7,9 @@ when the reader of stdout has enough (`| head -1`); 1 something cannot be read o
 path; 130 Ctrl-C.
 """
 
+from mingpt import distributed  # first: it has OpenMP's threads spin less  # noqa: F401
+
+# isort: split
 import argparse
 import hashlib
 import io

@@ -44,7 +44,7 @@ IMPORTS: dict[str, set[str]] = {
         "metrics",
     },
     "bench": {"distributed", "metrics", "model", "trainer"},
-    "sample": {"faults", "snapshot", "model", "tokenizer"},
+    "sample": {"distributed", "faults", "snapshot", "model", "tokenizer"},
     "interop": {"faults", "snapshot", "image", "model", "tokenizer", "storage"},
     "__init__": {"model", "snapshot", "trainer"},  # on first use, for `from mingpt import GPT`
     "documents": {"corpus", "tokens", "tokenizer", "storage"},
