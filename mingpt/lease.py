@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
 PATIENCE_SECONDS = 7.0  # without a beat, after which a holder counts as gone
 _LEASE, _RECORD = "lease.json", "run.json"
+_FACTS = {"run_id": str, "generation": int, "saved_in": str}  # of a run, in its record
 
 
 class TakenOverError(RuntimeError):
@@ -183,7 +184,7 @@ def look_for_runs(out_dir: Path, store: Store | None, saved: Iterable[tuple[str,
     for place in (LocalStore(out_dir), store):
         try:
             if place and (record := read_record(place)):
-                records.append({"uri": place.uri, **record})
+                records.append({"uri": place.uri, **{key: record[key] for key in _FACTS}})
         except ValueError as error:
             damaged.append(str(error))
     holder = read_holder(store) if store else None
@@ -259,10 +260,9 @@ def read_record(place: Store) -> dict[str, Any] | None:
             f"{place.uri}/{_RECORD} is damaged ({error}): restore it, or move the folder away to start over"
         ) from error
     record = {"saved_in": "", **record} if isinstance(record, dict) else {}
-    kinds = {"run_id": str, "generation": int, "saved_in": str}
-    if not all(type(record.get(key)) is kind for key, kind in kinds.items()):
+    if not all(type(record.get(key)) is kind for key, kind in _FACTS.items()):
         raise ValueError(f"{place.uri}/{_RECORD} names no run: restore it, or move the folder away to start over")
-    return {key: record[key] for key in kinds}
+    return record
 
 
 def _machine() -> str:

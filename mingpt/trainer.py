@@ -71,7 +71,7 @@ RETRY_SECONDS = 10.0  # from a save that failed to the next try
 SPIKE = 6.0  # standard deviations of the last losses by which one is told to be out of line
 STARVED = 0.2  # of the step, waiting for data, that is told
 STARVED_ROWS = 3  # in a row: nothing is read ahead for the first step, and a busy machine has its moments
-LATE = 2  # times the interval between snapshots after which a newer one is missed
+LATE, LATE_SECONDS = 2, 60.0  # times the interval between snapshots, and how long, after which a newer one is missed
 IMAGE_SHARE = 0.02  # of the training that RAM images may take
 IMAGE_SECONDS = 1.0  # of training that a kill may cost, whatever RAM images take; a step where that is longer
 
@@ -516,7 +516,7 @@ class Trainer:
     def _look_for_late_snapshot(self) -> None:
         steps, seconds = self.step - self._durable[0], time.monotonic() - self._durable[1]
         missed = 0 < LATE * self._save_interval < steps or 0 < LATE * self._save_interval_seconds < seconds
-        if self.saver and missed:
+        if self.saver and missed and seconds > LATE_SECONDS:  # one may be on its way
             self._warn_once(
                 "snapshot_late",
                 f"the newest durable snapshot is {steps} steps and {seconds:.0f} s old, more than {LATE} times what "

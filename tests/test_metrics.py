@@ -344,9 +344,11 @@ def test_starving_is_told_once(clock: Clock, tmp_path: Path, caplog: pytest.LogC
     assert "33% of a step is waiting for data.path" in caplog.text
 
 
+@pytest.mark.parametrize("patience", [30.0, 1e6])
 def test_a_snapshot_that_is_late_is_told_until_it_comes(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
+    monkeypatch.setattr("mingpt.trainer.LATE_SECONDS", patience)
     path, go, save = tmp_path / "metrics.jsonl", threading.Event(), Snapshots.save
 
     def stuck(ours: Snapshots, *args: Any, **more: Any) -> Any:
@@ -366,6 +368,9 @@ def test_a_snapshot_that_is_late_is_told_until_it_comes(
 
     trained._update = release  # type: ignore[method-assign]
     trained.fit()
+    if patience > 1e3:
+        assert warnings_in(path) == [], "steps may be short"
+        return
     assert warnings_in(path)[0] == ("snapshot_late", 15) and warnings_in(path).count(("snapshot_late", 20)) == 0
 
 
