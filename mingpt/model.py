@@ -274,6 +274,8 @@ class GPT(nn.Module):
         if targets is not None and (most := LOGITS_AT_ONCE.get(idx.device.type)):
             rows = math.ceil(most / self.config.padded_vocab_size)
             head, vocab_size = self.lm_head.weight, self.config.vocab_size
+            if not torch.is_grad_enabled():
+                head = head.detach()  # a Function is not told, and would make the gradient in an evaluation too
             loss = ChunkedCrossEntropy.apply(x.flatten(0, 1), head, targets.flatten(), vocab_size, rows)  # type: ignore[no-untyped-call]
             return None, loss
         logits: Tensor = self.lm_head(x)[..., : self.config.vocab_size]
@@ -371,7 +373,7 @@ def sample_token(
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
 ) -> Tensor:
     """Draws one id (B,) from each row of float32 logits (B, vocab_size). Raises ValueError where one is not finite."""
-    if not all(bound.isfinite() for bound in logits.aminmax()):  # a draw would be an id that is none
+    if not torch.stack(logits.aminmax()).isfinite().all():  # a draw would be an id that is none
         raise ValueError("the logits are not finite (nan or inf); the weights are damaged, take an earlier snapshot")
     if temperature < 1e-6:  # float32 logits are no finer than that; dividing by less would overflow
         return logits.argmax(dim=-1)

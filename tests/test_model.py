@@ -118,8 +118,10 @@ def test_the_loss_is_the_mean_over_all_targets() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_logits_in_parts_give_the_same_loss_and_gradients(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     idx, targets = random_ids(3, BLOCK), random_ids(3, BLOCK).flip(1)
-    results, sizes = [], []
+    results, sizes, gradients_made = [], [], []
     log_softmax: Callable[..., Tensor] = Tensor.log_softmax
+    exp: Callable[..., Tensor] = Tensor.exp_
+    monkeypatch.setattr(Tensor, "exp_", lambda x: gradients_made.append(len(x)) or exp(x))
 
     def counting(x: Tensor, dim: int) -> Tensor:
         sizes.append(len(x))
@@ -136,7 +138,7 @@ def test_logits_in_parts_give_the_same_loss_and_gradients(dtype: torch.dtype, mo
         assert loss.dtype == torch.float32
         (loss * 8).backward()  # as a GradScaler would
         results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
-    assert sizes == [20, 20, 8] * 2
+    assert sizes == [20, 20, 8] * 2 and gradients_made == [20, 20, 8], "none where nobody asks for it"
     (whole, gradients), (parts, others) = results
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(parts, whole, rtol=tolerance, atol=0)
