@@ -237,7 +237,7 @@ class Trainer:
         self._durable = 0, 0.0  # the newest durable snapshot's step, and when (monotonic) it became known
         # What the first row after a restart tells.
         self._restart: dict[str, float] = {} if steps_lost is None else {"elastic/steps_lost": steps_lost}
-        self.ledger = Ledger(began or 0.0)
+        self.ledger = Ledger(began or time.time())
         self._restored = False
         self._restored_compiled: bool | None = None
         self._first_step = 0
@@ -257,7 +257,6 @@ class Trainer:
             self._warm_up()
         self._open_slots()
         distributed.seed_all(mix(self._seed, self.step))
-        self.ledger.began = self.ledger.began or time.time()
         self._first_step = self.step
         self._watch = _Stopwatch(self.step)
         self._durable = self.step, time.monotonic()
@@ -733,8 +732,9 @@ class Trainer:
             self.evaluated_step, self.sampled_step = state["evaluated_step"], state["sampled_step"]
             self._restored_compiled = state["compiled"]
             self.val_loss, self.best_val_loss = state["val_loss"], state["best_val_loss"]
+            self.ledger.step = self.step  # of an image without one nothing is known of what the steps took
             if kept := state["ledger"]:
-                self.ledger = Ledger(**kept | {"began": min(kept["began"], self.ledger.began or math.inf)})
+                self.ledger = Ledger(**kept | {"began": min(kept["began"], self.ledger.began)})
             if state["scaler"] and self.scaler.is_enabled():
                 self.scaler.load_state_dict(state["scaler"])
         self._skips_told = int(self._skips)
