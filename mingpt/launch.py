@@ -219,8 +219,13 @@ class Launcher:
 
         if self._main and not self._options.nproc_per_node.isdecimal():
             # Counted by another process: workers forked from one that has looked for GPUs could not use them.
-            with multiprocessing.get_context("fork").Pool(1) as pool:
-                count = pool.apply(run.determine_local_world_size, (self._options.nproc_per_node,))
+            try:
+                with multiprocessing.get_context("fork").Pool(1) as pool:
+                    count = pool.apply(run.determine_local_world_size, (self._options.nproc_per_node,))
+            except ValueError as error:
+                reason = str(error).rstrip(".")
+                _say(f"error: --nproc-per-node={self._options.nproc_per_node}: {reason}; give a number, or auto")
+                return 2
             self._options.nproc_per_node = str(count)
         if self._main and "--train.reduction=exact" not in self._options.arguments:
             loader = threading.Thread(target=_load_for_ddp, daemon=True)  # while the nodes meet

@@ -350,6 +350,17 @@ def test_a_look_at_the_node_that_is_killed_is_told(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err == "error: the look at this node was ended by signal 9\n"
 
 
+def test_gpus_that_are_not_there_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    node = launcher(tmp_path)
+    node._options.nproc_per_node, node._main = "gpu", lambda: 0
+    node._fork("agent", node._join, "", True)
+    assert node._watch() == 2
+    assert capfd.readouterr().err == "error: --nproc-per-node=gpu: Cuda is not available; give a number, or auto\n"
+
+
 @pytest.mark.parametrize(("end", "code"), [(signal.SIGTERM, STOP_EXIT_CODE), (signal.SIGKILL, 1)])
 def test_a_stop_that_is_cut_short_does_not_say_that_all_is_kept(tmp_path: Path, end: signal.Signals, code: int) -> None:
     node = launcher(tmp_path)
