@@ -163,7 +163,7 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 # Of dense matrix products, in TFLOP/s: bfloat16 and float16, TF32, float32 (NVIDIA's data sheets). The first part of a
-# name that fits counts. Other devices, and those that have no such products, are not known.
+# name that fits counts. Other devices, parts of one (MIG), and those that have no such products, are not known.
 _PEAKS = {
     "B200": (2250.0, 1125.0, 75.0),
     "H200 NVL": (835.5, 417.5, 60.0),
@@ -189,7 +189,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def _peak_of(name: str, dtype: torch.dtype, tf32: bool) -> float | None:
-    row = next((peaks for part, peaks in _PEAKS.items() if re.search(rf"\b{part}\b(?!.*Laptop)", name)), None)
+    less = r"(?! D\b|.*(?:Laptop|MIG))"
+    row = next((peaks for part, peaks in _PEAKS.items() if re.search(rf"\b{part}\b{less}", name)), None)
     return row and 1e12 * row[0 if dtype != torch.float32 else 1 if tf32 else 2]
 
 
@@ -556,12 +557,11 @@ def wandb_server() -> tuple[str, bool]:
     url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").rstrip("/")
     if os.environ.get("WANDB_API_KEY"):
         return url, True
-    home = Path("~").expanduser()
-    for path in (os.environ.get("NETRC"), home / ".netrc", home / "_netrc"):
+    for path in (os.environ.get("NETRC"), os.path.expanduser("~/.netrc"), os.path.expanduser("~/_netrc")):
         try:
             if path and netrc.netrc(path).authenticators(urlsplit(url).hostname or ""):
                 return url, True
-        except (OSError, netrc.NetrcParseError):
+        except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
             continue
     return url, False
 

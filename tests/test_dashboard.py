@@ -174,6 +174,8 @@ def test_a_key_is_found_where_wandb_login_puts_it(tmp_path: Path, monkeypatch: p
     (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password key\n", encoding="utf-8")
     (tmp_path / ".netrc").chmod(0o600)
     assert distributed.wandb_server() == ("https://api.wandb.ai", True)
+    (tmp_path / ".netrc").write_bytes(b"machine \xff")
+    assert distributed.wandb_server() == ("https://api.wandb.ai", False)
     monkeypatch.setenv("WANDB_BASE_URL", "http://ours:8080/")
     assert distributed.wandb_server() == ("http://ours:8080", False)
     monkeypatch.setenv("WANDB_API_KEY", "key")

@@ -155,6 +155,8 @@ def test_the_share_of_the_peak_and_of_waiting(clock: Clock, tmp_path: Path, monk
         ("NVIDIA A100-SXM4-80GB", torch.float32, False, 19.5e12),
         ("NVIDIA A10G", torch.bfloat16, False, 70e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, False, None),
+        ("NVIDIA GeForce RTX 4090 D", torch.bfloat16, False, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, False, None),
         ("NVIDIA L40", torch.bfloat16, False, None),
         ("Tesla T4", torch.float16, False, None),
     ],
@@ -241,6 +243,19 @@ def test_a_ledger_counts_a_step_once() -> None:
     again = Ledger(0.0, 10, 20.0)  # of an image at step 13
     again.note(20, 1.5)
     assert again.useful_seconds == 35 and math.isfinite(again.goodput)
+
+
+def test_steps_of_which_no_ledger_tells_are_not_useful(clock: Clock, tmp_path: Path) -> None:
+    ours = snapshots(tmp_path / "kept")
+    slow_trainer(clock, tmp_path / "first", max_steps=10, snapshots=ours).fit()
+    newest = ours.newest()
+    assert newest
+    manifest, image = newest
+    image.metadata.pop("ledger")  # as older versions wrote it
+    second = slow_trainer(clock, tmp_path / "second", max_steps=20)
+    second.restore(image, manifest)
+    second.fit()
+    assert second.ledger.useful_seconds == 10 * 4
 
 
 def test_a_whole_run_tells_of_its_starts(runs: Runs) -> None:
