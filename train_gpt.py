@@ -115,8 +115,7 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
                     show_result(config, found.manifest)
                 slots.remove_files(ram_dir, run.run_id)
                 return 0
-            entries = list(metrics.read_metrics(book_file(config), run.run_id)) if world.heads_node else []
-            past = look_back(world, entries, notes)
+            entries, past = look_back(plan, run, notes)
             book = open_books(plan, run, snapshots, past, entries)
             steps_lost = max(0, past.step - start["step"])
             trainer = make_trainer(plan, run, snapshots, ram_dir, model, book, past, steps_lost)
@@ -154,7 +153,9 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
         beat.close()
         distributed.leave()
         notes.mark("stopped")
-        book.close()
+        # The agent waits to form the world anew, but for an end, or a node that leaves.
+        goes_on = notes.is_leaving is False and not (trainer and trainer.step == plan.max_steps)
+        book.close(seconds=1.0 if goes_on else 8.0)
 
 
 def make_plan(config: Config, world: World) -> Plan:
@@ -252,11 +253,17 @@ def make_trainer(
     )
 
 
-def look_back(world: World, entries: Sequence[dict[str, Any]], notes: Notes) -> metrics.Past:
-    """What all nodes know of the run's earlier starts, each by the `entries` of its metrics.jsonl and its launcher."""
-    known = metrics.recall(entries)
-    known["last"] = max(filter(None, [known["last"], notes.last]), default=None)
-    return metrics.look_back(distributed.gather_json(world, known))
+def look_back(plan: Plan, run: Run, notes: Notes) -> tuple[list[dict[str, Any]], metrics.Past]:
+    """The rows and events of this node's metrics.jsonl, and what all nodes know by theirs and by their launchers."""
+    entries: list[dict[str, Any]] = []
+
+    def look() -> dict[str, Any]:
+        if plan.world.heads_node:
+            entries.extend(metrics.read_metrics(book_file(plan.config), run.run_id))
+        known = metrics.recall(entries)
+        return known | {"last": max(filter(None, [known["last"], notes.last]), default=None)}
+
+    return entries, metrics.look_back(distributed.gather(plan.world, look))
 
 
 def start_facts(plan: Plan, run: Run, steps_lost: int, changes: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,10 @@ class Dashboard:
 
     def close(self, seconds: float = END_SECONDS) -> None:
         """Ends the run there; what is not sent in so many `seconds` stays in its files."""
-        if self._entries.full():
-            self._entries.get_nowait()
-        self._entries.put(_END)
+        with suppress(queue.Full, queue.Empty):
+            if self._entries.full():
+                self._entries.get_nowait()
+            self._entries.put_nowait(_END)
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._warn(f"wandb has not taken everything in {seconds:g} s")

