@@ -213,7 +213,7 @@ def test_the_pieces_of_a_killed_run_are_one_curve(runs: Runs) -> None:
     assert id1 == id2 == run_id
     steps = [[item["step"] for item in told if "train/loss" in item] for told in (before, after)]
     # A second of rows may be lost; on a busy machine more.
-    assert steps[0][-1] >= max(row["step"] for row in rows if row["time"] < killed - 4)
+    assert steps[0][-1] >= max((row["step"] for row in rows if row["time"] < killed - 3), default=0)
     assert steps[1][0] <= rows[-1]["step"] + 1 and steps[1][-1] == end
     assert {*steps[0], *range(steps[0][-1] + 1, steps[1][0]), *steps[1]} == {*range(1, end + 1)}
     counters = [item["_step"] for item in before + after]
