@@ -33,7 +33,6 @@ from mingpt.lease import (
     TakenOverError,
     last_generation,
     look_for_runs,
-    open_run,
     read_record,
     record_run,
 )
@@ -227,11 +226,6 @@ class Snapshots:
                 return read_metadata(file, self.store.size(name), name).get("run_id") == self.run_id
         except ValueError:
             return False
-
-
-def find_run(out_dir: Path, store: Store) -> Run:
-    """The run that lives in `out_dir` and `store`, or a new one; see `open_run`."""
-    return open_run({"": look_around(out_dir, store)})
 
 
 def look_around(out_dir: Path, store: Store | None) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from mingpt.lease import Run, open_run
 from mingpt.remote import open_store
-from mingpt.snapshot import Manifest, Saver, Snapshots, read_manifests
+from mingpt.snapshot import Manifest, Saver, Snapshots, look_around, read_manifests
+from mingpt.storage import Store
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,6 +33,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _context = multiprocessing.get_context("forkserver")  # a warm process that never ran a thread: a rank starts in no time
 _context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "mingpt.trainer"])
+
+
+def find_run(out_dir: Path, store: Store) -> Run:
+    """The run that a world of one process would go on with."""
+    return open_run({"": look_around(out_dir, store)})
 
 
 def free_port() -> int:

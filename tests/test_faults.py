@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import image_file, in_world, manifest_file, manifests, snapshots
+from conftest import find_run, image_file, in_world, manifest_file, manifests, snapshots
 from test_snapshot import image, save
 
 from mingpt.lease import read_holder
 from mingpt.remote import open_store
-from mingpt.snapshot import find_run, read_verified
+from mingpt.snapshot import read_verified
 
 OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir"}
 STEPS = (2, 3, 4)  # saved with keep_last=1, so that older ones are removed as well

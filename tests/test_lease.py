@@ -10,13 +10,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, manifests, snapshots
+from conftest import ROOT, find_run, manifests, snapshots
 from test_snapshot import image, save
 
 from mingpt import lease
 from mingpt.lease import Holder, Lease, Run, TakenOverError, read_holder, record_run
 from mingpt.remote import open_store
-from mingpt.snapshot import Snapshots, find_run
+from mingpt.snapshot import Snapshots
 from mingpt.storage import Store
 
 ODD = b'{"generation": "9", "nonce": 1, "machine": null, "pid": 1, "started": 0, "beat": 0}'
@@ -245,10 +245,11 @@ def test_the_process_that_has_it_is_named_and_a_killed_one_gives_way(tmp_path: P
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from mingpt.snapshot import Snapshots, find_run\n"
+        "from mingpt.lease import open_run\n"
+        "from mingpt.snapshot import Snapshots, look_around\n"
         "from mingpt.remote import open_store\n"
         "store, out = open_store(sys.argv[1]), Path(sys.argv[1])\n"
-        "run = find_run(out, store)\n"
+        "run = open_run({'': look_around(out, store)})\n"
         "Snapshots(store, run.run_id).claim(run, out, {})\n"
         "print('has it', flush=True); time.sleep(60)\n"
     )

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import image_file, manifest_file, manifests, snapshots
+from conftest import find_run, image_file, manifest_file, manifests, snapshots
 
 from mingpt import storage
 from mingpt.image import encode
@@ -22,7 +22,7 @@ from mingpt.lease import Run, record_run
 from mingpt.model import GPT, GPTConfig
 from mingpt.remote import open_store
 from mingpt.resume import changes_on_resume
-from mingpt.snapshot import Snapshots, _check_of, find_image, find_run, load_snapshot, load_weights, main, model_tensors
+from mingpt.snapshot import Snapshots, _check_of, find_image, load_snapshot, load_weights, main, model_tensors
 from mingpt.tokenizer import CharTokenizer
 
 CONFIG = GPTConfig(vocab_size=3, block_size=8, n_layer=1, n_head=1, n_embd=8)
