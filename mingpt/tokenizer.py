@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import tiktoken
 
 _NAMED = 10  # unknown characters told one by one in an error
+_NO_ID = 255  # a byte for what is not in the vocabulary, where ids are those of ASCII, below 128
 _UNKNOWN = "\ufffd".encode()  # an id that stands for no text: a model pads its vocabulary
 
 END_OF_TEXT = "<|endoftext|>"
@@ -129,11 +130,19 @@ class CharTokenizer:
         ids[self._codes] = np.arange(self.vocab_size, dtype=np.uint32)
         return ids
 
+    @cached_property
+    def _ascii_ids(self) -> bytes:
+        """The id of each ASCII character, in the first places of the sorted `chars`; `_NO_ID` for all other bytes."""
+        known = [char for char in self.chars if char.isascii()]
+        return bytes(known.index(chr(i)) if chr(i) in known else _NO_ID for i in range(256))
+
     def encode(self, text: str) -> NDArray[np.unsignedinteger]:
         """The ids of `text`, shape (len(text),), type `dtype`.
 
         Raises ValueError that names each character without an id, where it first stands, and what to do.
         """
+        if text.isascii() and _NO_ID not in (ids_of_ascii := text.encode("ascii").translate(self._ascii_ids)):
+            return np.frombuffer(ids_of_ascii, np.uint8).astype(self.dtype)  # ten times as fast
         ids = self._ids.take(_code_points(text), mode="clip")
         unknown = {text[i]: int(i) for i in np.flatnonzero(ids == self.vocab_size)[::-1]}  # the first place wins
         if unknown:
@@ -265,11 +274,15 @@ Tokenizer = CharTokenizer | BPETokenizer
 
 
 def symbols(chunks: Iterable[str]) -> str:
-    """The characters of a text that may come in pieces, sorted; about 1 MB of memory for a text of any size."""
-    seen = np.zeros(0x110000, dtype=bool)
+    """The characters of a text that may come in pieces, sorted."""
+    seen, known = set[str](), b""
     for chunk in chunks:
-        seen[_code_points(chunk)] = True
-    return _text(np.flatnonzero(seen))
+        # Without the ASCII that was seen, a gigabyte of which goes in a second, there is seldom much to look at.
+        new = {*chunk.encode("utf-8", "surrogatepass").translate(None, known).decode("utf-8", "surrogatepass")}
+        if not new <= seen:
+            seen |= new
+            known = "".join(filter(str.isascii, seen)).encode()
+    return "".join(sorted(seen))
 
 
 def tokenizer_from_dict(description: dict[str, Any]) -> Tokenizer:
