@@ -40,6 +40,7 @@ touch "ready-${node#*=}"
 for ((i = 0; i < 600; i++)); do read -rt 0.05 <> pipe; done
 """
 SCONTROL = """#!/bin/bash
+[[ $1 == show && -p answer ]] && touch asked && read -r < answer
 [[ $1 == show ]] && printf '%s\\n' ${3//,/ } || echo "scontrol $*" >> calls
 """
 
@@ -66,8 +67,16 @@ class Job:
         )  # fmt: skip
 
     def calls(self, program: str) -> list[str]:
-        lines = (self.folder / "calls").read_text(encoding="utf-8").splitlines()
+        file = self.folder / "calls"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         return [line for line in lines if program in line.split()[:2]]
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +98,23 @@ def test_what_becomes_of_a_job(
     job = Job(tmp_path, dict(zip(("n1", "n2"), codes.split(), strict=True)))
     process = job.start()
     if number:
-        deadline = time.monotonic() + 20
-        while len([*tmp_path.glob("ready-*")]) < len(job.codes) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(*(tmp_path / f"ready-{node}" for node in job.codes))
         process.send_signal(number)
     said, _ = process.communicate(timeout=30)
     assert (process.returncode, f"ended with code {code}\n" in said) == (code, True)
+    assert job.calls("scontrol") == ["scontrol requeue 71"] * requeued
+
+
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_stop_before_there_is_a_launcher_starts_none(tmp_path: Path, number: signal.Signals, requeued: bool) -> None:
+    job = Job(tmp_path, {"n1": "0"})
+    os.mkfifo(tmp_path / "answer")
+    process = job.start()
+    wait_for(tmp_path / "asked")
+    process.send_signal(number)
+    (tmp_path / "answer").write_text("go\n", encoding="utf-8")
+    process.communicate(timeout=30)
+    assert process.returncode == 75 and job.calls("srun") == []
     assert job.calls("scontrol") == ["scontrol requeue 71"] * requeued
 
 
