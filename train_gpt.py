@@ -30,7 +30,7 @@ import mingpt
 from mingpt import election, metrics, newcomer, slots, snapshot, storage
 from mingpt.config import Config, ConfigError, flatten, load_config, to_yaml, warnings
 from mingpt.corpus import open_corpus
-from mingpt.dashboard import Dashboard
+from mingpt.dashboard import END_SECONDS, HURRY_SECONDS, Dashboard
 from mingpt.data import Validation
 from mingpt.distributed import UnlikeError, World
 from mingpt.elastic import STOP_EXIT_CODE, Notes, StopSignals
@@ -116,9 +116,9 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
                 slots.remove_files(ram_dir, run.run_id)
                 return 0
             entries, past = look_back(plan, run, notes)
-            book = open_books(plan, run, snapshots, past, entries)
+            book = open_books(plan, run, snapshots, entries)
             steps_lost = max(0, past.step - start["step"])
-            trainer = make_trainer(plan, run, snapshots, ram_dir, model, book, past, steps_lost)
+            trainer = make_trainer(plan, run, snapshots, ram_dir, model, book, steps_lost)
             # A changed setting changes the losses: then there is nothing to see again.
             replayed = {} if start["changes"] else losses_after(start["step"], entries)
             image, manifest, owner = (found.image, found.manifest, found.holding.rank) if found else (None, None, 0)
@@ -155,7 +155,7 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
         notes.mark("stopped")
         # The agent waits to form the world anew, but for an end, or a node that leaves.
         goes_on = notes.is_leaving is False and not (trainer and trainer.step == plan.max_steps)
-        book.close(seconds=1.0 if goes_on else 8.0)
+        book.close(HURRY_SECONDS if goes_on else END_SECONDS)
 
 
 def make_plan(config: Config, world: World) -> Plan:
@@ -201,7 +201,6 @@ def make_trainer(
     ram_dir: Path | None,
     model: GPT,
     book: metrics.Metrics,
-    past: metrics.Past,
     steps_lost: int,
 ) -> Trainer:
     """The trainer of the plan, at step 0."""
@@ -248,7 +247,7 @@ def make_trainer(
             "hardware": plan.hardware,
         },
         flops_per_token=model.flops_per_token(),
-        began=past.began,
+        began=run.began,
         steps_lost=steps_lost if run.generation > 1 else None,
     )
 
@@ -396,9 +395,7 @@ def check_symbols(saved: dict[str, Any], corpus: TokenFile, source: str) -> None
     )
 
 
-def open_books(
-    plan: Plan, run: Run, snapshots: Snapshots, past: metrics.Past, entries: Sequence[dict[str, Any]]
-) -> metrics.Metrics:
+def open_books(plan: Plan, run: Run, snapshots: Snapshots, entries: Sequence[dict[str, Any]]) -> metrics.Metrics:
     """Makes the run's folders and files; its metrics. Fails here and not at the first save where it may not write."""
     world, config, out_dir = plan.world, plan.config, plan.config.run_dir
     facts = {"name": config.name, "config": plan.description, "versions": versions()}
@@ -423,11 +420,11 @@ def open_books(
     distributed.gather(world, note)  # on every node, which may be another run's first rank next time
     if not world.is_main:
         return metrics.Metrics()
-    dashboard = open_dashboard(config, run, past, entries) if config.log.wandb != "disabled" else None
+    dashboard = open_dashboard(config, run, entries) if config.log.wandb != "disabled" else None
     return metrics.Metrics(book_file(config), run.generation, metrics.Bar(sys.stdout), dashboard)
 
 
-def open_dashboard(config: Config, run: Run, past: metrics.Past, entries: Sequence[dict[str, Any]]) -> Dashboard:
+def open_dashboard(config: Config, run: Run, entries: Sequence[dict[str, Any]]) -> Dashboard:
     """The run's page on wandb; online only where there is a key."""
     server, has_key = distributed.wandb_server()
     if config.log.wandb == "online" and not has_key:
@@ -439,7 +436,7 @@ def open_dashboard(config: Config, run: Run, past: metrics.Past, entries: Sequen
         folder=config.run_dir,
         mode="online" if has_key and config.log.wandb != "offline" else "offline",
         server=server,
-        began=past.began or time.time(),
+        began=run.began,
         earlier=entries,
     )
 

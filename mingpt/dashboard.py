@@ -19,7 +19,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 ROOM = 10_000  # rows and events that may wait, while wandb starts or its server is slow
-END_SECONDS = 8.0  # that the end of the process waits for what is not sent yet
+END_SECONDS = 8.0  # that the end of the process waits for what is not sent yet,
+HURRY_SECONDS = 1.0  # and that of one for which the other workers wait, to form the world anew
 _PROBE_SECONDS = 3.0
 _START_SECONDS = 10.0
 _END = None
@@ -91,7 +92,7 @@ class Dashboard:
             self._told = True
             later = f"wandb sync --yes --include-online {self._identity['dir']}/wandb/*run-*"
             log.warning(
-                "warning: %s; training goes on, metrics.jsonl has it all, and what is on disk can be sent later: "
+                "warning: %s; the training does without, metrics.jsonl has it all, and what is here can be sent later: "
                 "%s", " ".join(what.split())[:300], later,
             )  # fmt: skip
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 2.0
 PATIENCE_SECONDS = 7.0  # without a beat, after which a holder counts as gone
 _LEASE, _RECORD = "lease.json", "run.json"
-_FACTS = {"run_id": str, "generation": int, "saved_in": str}  # of a run, in its record
+_FACTS = {"run_id": str, "generation": int, "saved_in": str, "began": float}  # of a run, in its record
 
 
 class TakenOverError(RuntimeError):
@@ -36,12 +36,13 @@ class Run:
     """A run's identity and the number of this formation of the world.
 
     `saved_in` is the store that it was saved in once, empty where nothing tells of one: a world that finds nothing
-    there has lost it, and may not start over.
+    there has lost it, and may not start over. `began` is the unix time of its first start.
     """
 
     run_id: str
     generation: int
     saved_in: str = field(default="", compare=False)
+    began: float = field(default_factory=time.time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -226,10 +227,12 @@ def open_run(nodes: Mapping[str, Mapping[str, Any]]) -> Run:
             "snapshot.uri"
         )
     run_id = next(iter(found), secrets.token_hex(8))
-    saved_in = [record["saved_in"] for node in nodes.values() for record in node["records"]]
+    records = [record for node in nodes.values() for record in node["records"]]
+    saved_in = [record["saved_in"] for record in records]
     saved_in += [node["store"] for node in nodes.values() if run_id in [other for other, _ in node["saved"]]]
     known = max(last_generation(run_id, node) for node in nodes.values())
-    return Run(run_id, 1 + known, next(filter(None, saved_in), ""))
+    began = min((record["began"] for record in records), default=time.time())
+    return Run(run_id, 1 + known, next(filter(None, saved_in), ""), began)
 
 
 def last_generation(run_id: str, node: Mapping[str, Any]) -> int:
@@ -259,7 +262,8 @@ def read_record(place: Store) -> dict[str, Any] | None:
         raise ValueError(
             f"{place.uri}/{_RECORD} is damaged ({error}): restore it, or move the folder away to start over"
         ) from error
-    record = {"saved_in": "", **record} if isinstance(record, dict) else {}
+    # Of an older version: the images know when the run began.
+    record = {"saved_in": "", "began": time.time(), **record} if isinstance(record, dict) else {}
     if not all(type(record.get(key)) is kind for key, kind in _FACTS.items()):
         raise ValueError(f"{place.uri}/{_RECORD} names no run: restore it, or move the folder away to start over")
     return record

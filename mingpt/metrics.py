@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from mingpt.dashboard import Dashboard
+from mingpt.dashboard import END_SECONDS, Dashboard
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Metrics:
         if self._bar:
             self._bar.show(step, max_steps)
 
-    def close(self, seconds: float = 8.0) -> None:
+    def close(self, seconds: float = END_SECONDS) -> None:
         """Nothing more is to be told. May take so many `seconds`, until the dashboard has it."""
         if self._bar:
             self._bar.clear()
@@ -245,7 +245,6 @@ class Ledger:
 class Past:
     """What is known of a run's earlier starts."""
 
-    began: float | None  # unix time of the first one
     step: int  # at which the run was last seen
     steps_lost: int  # that were done again, in all
 
@@ -253,12 +252,12 @@ class Past:
 def recall(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What one node's rows and events tell of them, as JSON for `look_back`.
 
-    `starts` are (generation, time, steps lost), `last` is (time, step) of the newest sign of the run.
+    `starts` are (generation, steps lost), `last` is (time, step) of the newest sign of the run.
     """
     starts, last = [], None
     for entry in entries:
         if entry.get("event") == "start":
-            starts.append((entry["generation"], entry["time"], entry.get("steps_lost", 0)))
+            starts.append((entry["generation"], entry.get("steps_lost", 0)))
         if entry.get("event") == "start" or "train/loss" in entry:
             last = entry["time"], entry["step"]
     return {"starts": starts, "last": last}
@@ -266,10 +265,9 @@ def recall(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def look_back(nodes: Sequence[Mapping[str, Any]]) -> Past:
     """What all nodes' `recall` tell together: one that rank 0 was on knows its own starts alone."""
-    starts = {generation: (when, lost) for node in nodes for generation, when, lost in node["starts"]}
+    lost = {generation: lost for node in nodes for generation, lost in node["starts"]}
     newest = max((node["last"] for node in nodes if node["last"]), default=(0, 0))
-    began = min((when for when, _ in starts.values()), default=None)
-    return Past(began, newest[1], sum(lost for _, lost in starts.values()))
+    return Past(newest[1], sum(lost.values()))
 
 
 def read_metrics(path: Path, run_id: str | None = None) -> Iterator[dict[str, Any]]:

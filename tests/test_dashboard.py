@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Runs, read_until_step
+from conftest import ROOT, Runs
 
 from mingpt import dashboard, distributed
-from mingpt.dashboard import Dashboard
+from mingpt.dashboard import END_SECONDS, HURRY_SECONDS, Dashboard
 from mingpt.metrics import Metrics
 
 
@@ -165,6 +165,11 @@ def test_a_server_that_does_not_answer_or_refuses_leaves_it_offline(
     assert wandb.finished == 1 and len(caplog.messages) == 2
 
 
+def test_the_readme_tells_how_long_the_end_may_wait() -> None:
+    told = f"process for {END_SECONDS:g} seconds, and workers that form anew for {HURRY_SECONDS:g}."
+    assert told in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_a_key_is_found_where_wandb_login_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
@@ -190,32 +195,37 @@ def piece(path: Path) -> tuple[str, list[dict[str, Any]]]:
     return run["run_id"], [record["history"]["item"] for record in records if record["type"] == "history"]
 
 
+def train_steps(entries: list[dict[str, Any]]) -> list[int]:
+    return [entry["step"] for entry in entries if "train/loss" in entry]
+
+
 def test_the_pieces_of_a_killed_run_are_one_curve(runs: Runs) -> None:
     pytest.importorskip("wandb")
-    first = runs.start("--train.max_steps=100000", "--log.wandb=offline", "--local-rank=unspeakable")
-    read_until_step(first, 5)
-    deadline = time.monotonic() + 60
-    while (
-        not (found := [*runs.folder.glob("runs/small/wandb/offline-run-*/*.wandb")]) or found[0].stat().st_size < 50_000
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    killed = time.time()
+    # So few rows that none is on disk before its time because others fill a block of the file.
+    options = ("--log.wandb=offline", "--log.interval=50")
+    first = runs.start("--train.max_steps=100000", *options, "--local-rank=unspeakable")
+    since = math.inf  # the first row with a file of wandb's
+    assert first.stdout
+    for line in first.stdout:
+        if re.match(r"step +\d+/", line) and [*runs.folder.glob("runs/small/wandb/offline-run-*/*.wandb")]:
+            since = min(since, time.time())
+            if (killed := time.time()) > since + 5:
+                break
     first.kill()
     first.communicate()
-    rows = [row for row in runs.rows() if "train/loss" in row]
-    end = rows[-1]["step"] + 20
-    runs(f"--train.max_steps={end}", "--snapshot.resume=must", "--log.wandb=offline")
+    rows = runs.rows()
+    end = train_steps(rows)[-1] + 100  # it may have gone on beyond the last row
+    runs(f"--train.max_steps={end}", "--snapshot.resume=must", *options)
 
     run_id = json.loads((runs.folder / "runs/small/run.json").read_text(encoding="utf-8"))["run_id"]
     paths = sorted(runs.folder.glob("runs/small/wandb/offline-run-*/*.wandb"))
     (id1, before), (id2, after) = map(piece, paths)
     assert id1 == id2 == run_id
-    steps = [[item["step"] for item in told if "train/loss" in item] for told in (before, after)]
+    steps = train_steps(before)
+    assert steps == train_steps(rows)[: len(steps)]
     # A second of rows may be lost; on a busy machine more.
-    assert steps[0][-1] >= max((row["step"] for row in rows if row["time"] < killed - 3), default=0)
-    assert steps[1][0] <= rows[-1]["step"] + 1 and steps[1][-1] == end
-    assert {*steps[0], *range(steps[0][-1] + 1, steps[1][0]), *steps[1]} == {*range(1, end + 1)}
+    assert len(steps) >= len(train_steps([row for row in rows if row["time"] < killed - 3])) > 0
+    assert train_steps(after) == train_steps(runs.rows()[len(rows) :]) and train_steps(after)[-1] == end
     counters = [item["_step"] for item in before + after]
     assert counters == sorted(set(counters)), "one run takes both"
     assert {item["elastic/restarts"] for item in after if "train/loss" in item} == {1}
@@ -239,7 +249,7 @@ def test_a_server_that_accepts_and_never_answers_delays_nobody(runs: Runs, monke
         settings = ("--log.wandb=auto", "--train.max_steps=20", "--elastic.timeout_seconds=5")
         output = runs(*settings, ranks=2, launcher="torchrun")
         (ended,) = (entry["time"] for entry in runs.rows() if entry.get("event") == "end")
-        assert time.time() - ended < 20  # 8, on a machine that has nothing else to do
+        assert time.time() - ended < 2.5 * END_SECONDS  # on a busy machine
     assert output.count("warning: ") == 1 and "wandb" in output
     assert "step 20/20" in output and "snapshot  " in output
     assert "a" * 40 not in output

@@ -73,7 +73,8 @@ def test_who_got_further_in_an_older_formation_is_named_once() -> None:
 
 
 def node(*records: tuple[str, int], **more: Any) -> dict[str, Any]:
-    told = [{"uri": "runs/x", "run_id": run_id, "generation": g, "saved_in": ""} for run_id, g in records]
+    rest = {"uri": "runs/x", "saved_in": "", "began": 9.0}
+    told = [{"run_id": run_id, "generation": g, **rest} for run_id, g in records]
     return {"records": told, "damaged": [], "saved": [], "store": "store", "held": 0} | more
 
 

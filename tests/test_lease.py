@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -295,6 +296,18 @@ def test_a_run_keeps_its_name_and_counts_its_generations(tmp_path: Path) -> None
     (out / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"run\.json is damaged"):
         find_run(out, store)
+
+
+def test_a_run_began_when_any_record_of_it_says_so(tmp_path: Path) -> None:
+    out, store, before = tmp_path / "out", open_store(str(tmp_path / "snapshots")), time.time()
+    assert before <= find_run(out, store).began <= time.time()
+    record_run(Run("us", 1, began=100.0), out, None, {})
+    record_run(Run("us", 2, began=200.0), tmp_path / "snapshots", None, {})
+    assert find_run(out, store).began == 100.0
+    shutil.rmtree(out)  # the node of the first start is lost
+    assert find_run(out, store).began == 200.0
+    store.put("run.json", [json.dumps({"run_id": "us", "generation": 2}).encode()])  # as older versions wrote it
+    assert before <= find_run(out, store).began <= time.time()
 
 
 def test_a_run_that_other_nodes_know_of_is_taken_whatever_little_is_known_here(tmp_path: Path) -> None:
