@@ -209,7 +209,7 @@ class Trainer:
         self.stopped = False
         self._forms_anew = False
 
-        self._control = Control(self.world, ["stop", "leave", "broken"])
+        self._control = Control(self.world, ["stop", "leave", "broken", "starved"])
         self._loss: Tensor | None = None
         self._grad_norm = torch.zeros((), device=self.world.device)
         # Non-finite gradients in a row, and the update at which there were too many, which the host gets to know of
@@ -231,6 +231,7 @@ class Trainer:
         # Seconds that saving and RAM images kept the training since the last row.
         self._kept = {"perf/snapshot_stall_seconds": 0.0, "perf/ram_image_seconds": 0.0}
         self._waited = 0.0  # for data, up to the last row
+        self._waiting = 0.0  # the share of a step, in that row
         self._starving = 0  # rows in a row
         self._losses = Losses()
         self._told: set[str] = set()  # warnings that are not repeated
@@ -265,7 +266,12 @@ class Trainer:
             with nullcontext(signals) if signals else StopSignals() as signals:
                 self._signals, self._notes = signals, notes
                 while self._due_before_step():
-                    self._control.start(stop=signals.wanted, leave=self._leaves, broken=int(self._broken_seen) >= 0)
+                    self._control.start(
+                        stop=signals.wanted,
+                        leave=self._leaves,
+                        broken=int(self._broken_seen) >= 0,
+                        starved=self._starving >= STARVED_ROWS,
+                    )
                     self._stalls.begin(self.step)
                     self._update()
                     self.metrics.progress(self.step, self.max_steps)
@@ -318,6 +324,8 @@ class Trainer:
             self._report_broken()
         if self.step == self._first_step + 1:
             self._tell_recovery()
+        if flags["starved"] and "starved" not in self._told:
+            self._tell_starved()
         row: dict[str, float] = {}
         if self.step > self._first_step and self._is_log_due(self.step):
             row = self._log()
@@ -442,10 +450,8 @@ class Trainer:
         steps, seconds = self._watch.lap(self.step)
         self.ledger.note(self.step, seconds)  # by every rank: rank 0 may be the one that is lost
         waited, self._waited = self.batches.waited_seconds - self._waited, self.batches.waited_seconds
-        waiting = waited / (steps * seconds)
-        self._starving = self._starving + 1 if waiting > STARVED else 0
-        if self._starving == STARVED_ROWS:
-            self._warn_once("starved", f"{waiting:.0%} of a step is waiting for data.path: give it a faster disk")
+        self._waiting = waited / (steps * seconds)
+        self._starving = self._starving + 1 if self._waiting > STARVED else 0
         if not self.world.is_main:
             return {}
         lr = learning_rate_at(self.step - 1, **self._schedule)  # of the update that this row is about
@@ -480,7 +486,7 @@ class Trainer:
             "perf/tokens_per_second": rate,
             "perf/step_seconds": seconds,
             **mfu,
-            "perf/data_wait_share": waiting,
+            "perf/data_wait_share": self._waiting,
             **kept,
             "elastic/ram_image_interval": self._cadence.every if self.slots and self.slots.shared else 0,
             "data/samples_seen": self.grid.samples_seen(self.step),
@@ -507,10 +513,20 @@ class Trainer:
         log.info("recovered: %.1f s from the last step before to this one (%s)", parts["seconds"], named)
 
     def _warn_once(self, kind: str, message: str) -> None:
-        """Until it is forgotten: what lasts is not told at every row."""
+        """By rank 0, until it is forgotten: what lasts is not told at every row."""
         if kind not in self._told:
             self._told.add(kind)
-            self.metrics.warn(kind, self.step, message)
+            if self.world.is_main:
+                self.metrics.warn(kind, self.step, message)
+
+    def _tell_starved(self) -> None:
+        """Some rank waits for data, and all others for it: the one that waits longest is named, once."""
+        shares = distributed.gather_json(self.world, self._waiting)
+        rank = shares.index(max(shares))
+        place = f" on rank {rank} ({distributed.hosts(self.world)[rank]})" if rank else ""
+        self._warn_once(
+            "starved", f"{shares[rank]:.0%} of a step is waiting for data.path{place}: give it a faster disk"
+        )
 
     def _look_for_late_snapshot(self) -> None:
         steps, seconds = self.step - self._durable[0], time.monotonic() - self._durable[1]

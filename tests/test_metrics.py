@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import logging
 import math
 import re
 import threading
@@ -351,8 +352,35 @@ def test_starving_is_told_once(clock: Clock, tmp_path: Path, caplog: pytest.LogC
 
     trained.batches.cells = late  # type: ignore[method-assign]
     trained.fit()
-    assert warnings_in(path) == [("starved", 15)], "three rows in a row, and once"
-    assert "33% of a step is waiting for data.path" in caplog.text
+    assert warnings_in(path) == [("starved", 16)], "after three rows in a row, and once"
+    assert "33% of a step is waiting for data.path: give" in caplog.text
+
+
+def starve(path: str) -> str:
+    """What each of two ranks says, of which the second alone waits for data."""
+    world = distributed.locate("cpu")
+    distributed.connect(world, {}, timeout_seconds=60)
+    said = io.StringIO()
+    logging.getLogger("mingpt").addHandler(logging.StreamHandler(said))
+    trained = slow_trainer(Clock(), Path(path), max_steps=8, log_interval=1, world=world)
+    cells = trained.batches.cells
+
+    def late(*place: Any) -> Any:
+        trained.batches.waited_seconds += 100 * world.rank
+        return cells(*place)
+
+    trained.batches.cells = late  # type: ignore[method-assign]
+    trained.fit()
+    distributed.leave()
+    return said.getvalue()
+
+
+def test_a_rank_that_starves_and_holds_all_others_up_is_named_by_rank_0(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, second = in_world(2, starve, str(path))
+    assert warnings_in(path) == [("starved", 4)]
+    assert re.search(r"% of a step is waiting for data\.path on rank 1 \(.+\): give", first)
+    assert "waiting" not in second
 
 
 @pytest.mark.parametrize("patience", [30.0, 1e6])
