@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs = read_runs(arguments.runs)
         if arguments.html:  # first: whoever closes the pipe early has it
+            arguments.html.parent.mkdir(parents=True, exist_ok=True)
             replace_file(arguments.html, [page(runs).encode()])
         show(runs)
         if arguments.html:
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, ValueError) as error:
-        print(f"mingpt.report: {redact(str(error))}", file=sys.stderr)
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print(f"mingpt.report: {redact(told)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
 
 
@@ -106,12 +108,8 @@ def happenings(run: History) -> list[list[Any]]:
             start = next(starts)
             text = f"generation {start.generation}, {count(start.world_size)} worker{'s' * (start.world_size != 1)}"
             if start.before:
-                kind, lost, seconds, text = (
-                    "restart",
-                    start.steps_lost,
-                    start.seconds,
-                    f"{text}; before: {start.before}",
-                )
+                kind, lost, seconds = "restart", start.steps_lost, start.seconds
+                text += f"; before: {start.before}"
             text = "; ".join([text, *changed(start.changes)])
         elif kind == "warning":
             kind, text = str(event.get("kind", kind)), str(event.get("message", ""))

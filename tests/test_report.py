@@ -121,6 +121,17 @@ def test_nothing_to_show_is_told_in_a_line(
     assert message in told and told.count("\n") == 1 and not (tmp_path / "page.html").exists()
 
 
+def test_the_page_goes_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "metrics.jsonl", *KILLED)
+    assert report.main([str(file), f"--html={tmp_path / 'a new' / 'folder' / 'page.html'}"]) == 0
+    assert (tmp_path / "a new" / "folder" / "page.html").exists()
+    assert report.main([str(file), f"--html={tmp_path / 'a new'}"]) == 1
+    assert report.main([str(file), f"--html={file / 'page.html'}"]) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"mingpt.report: {tmp_path / 'a new'}: Is a directory"
+    assert second.startswith(f"mingpt.report: {file}") and "Errno" not in second
+
+
 def test_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
     file = write(tmp_path / "metrics.jsonl", *KILLED)
