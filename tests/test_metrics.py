@@ -24,7 +24,7 @@ from mingpt.elastic import Notes
 from mingpt.grid import Grid
 from mingpt.metrics import Bar, Ledger, Losses, Metrics, Past, StallWatch, look_back, read_metrics, recall
 from mingpt.slots import Slots
-from mingpt.snapshot import Snapshots, read_verified
+from mingpt.snapshot import Snapshots, find_image, read_verified
 from mingpt.trainer import SPIKE, Trainer
 
 TOKENS = np.random.default_rng(0).integers(0, 11, 900).astype(np.uint16)
@@ -274,6 +274,9 @@ def test_a_whole_run_tells_of_its_starts(runs: Runs) -> None:
     assert end["best_val_loss"] == min(row["val/loss"] for row in entries if "val/loss" in row)
     assert 0 < end["goodput"] <= rows[-1]["perf/goodput"]
     assert [entry["step"] for entry in entries if entry.get("event") == "snapshot"][-1] == 70
+    began = json.loads((runs.folder / "runs/small/run.json").read_text(encoding="utf-8"))["began"]
+    ledger = find_image(str(runs.folder / "runs/small"))[1].metadata["ledger"]
+    assert ledger["began"] == began < first["time"], "whatever becomes of metrics.jsonl"
 
 
 class Terminal(io.StringIO):
