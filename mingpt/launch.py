@@ -27,6 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ FAILURES = 3  # of this node's own workers, each without a new step since the la
 STARTS = 10  # of any cause but a world that grows
 LASTING_SECONDS = 60.0  # an agent that lived so long did not fail at its start
 PATIENCE_SECONDS = 5.0  # for each rendezvous endpoint that comes before one of this host
+QUIET_SECONDS = 2.0  # an agent without workers, after which its rendezvous is asked whether it is alive
+ANSWER_SECONDS = 5.0  # within which it says so
 _POLL_SECONDS = 0.1
 _HUGE = 10**6
 # Without it a node that joins, or the departure of the one that holds rank 0, hangs the job: the survivors would not
@@ -149,6 +152,7 @@ class Launcher:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._stop)
         os.environ.update(self._environment)  # before torch is loaded, which reads some of it
+        import torch.distributed.run  # noqa: F401  once, and not in every agent
         if _is_ours(self._options.script):
             self._main = _load(self._options.script)
             if refused := self._preflight():
@@ -162,7 +166,7 @@ class Launcher:
             if self._stopping_since is not None:
                 self._end_child()
                 return STOP_EXIT_CODE
-            code = self._watch()
+            code = self._watch("" if is_host else endpoint)
             if code is not None:
                 return code
             _say(f"the agent has ended with code {agent.exitcode}; joining again")
@@ -273,14 +277,17 @@ class Launcher:
         """The endpoint to meet at, and whether this node is its host: one that answers, else the first of this host."""
         started, told = time.monotonic(), False
         while self._stopping_since is None:
+            taken = set()
             for endpoint in self._options.endpoints:
                 if not endpoint or "/" in endpoint:
                     return endpoint, True
-                if _answers(endpoint):
-                    return endpoint, False
+                if _is_taken(endpoint):
+                    if _answers(endpoint):
+                        return endpoint, False
+                    taken.add(endpoint)
             waited = time.monotonic() - started
             for place, endpoint in enumerate(self._options.endpoints):
-                if _is_local(endpoint) and waited >= place * PATIENCE_SECONDS:
+                if _is_local(endpoint) and endpoint not in taken and waited >= place * PATIENCE_SECONDS:
                     return endpoint, True
             if not told and waited > 1:
                 _say(f"waiting for the rendezvous at {' or '.join(self._options.endpoints)}")
@@ -288,11 +295,25 @@ class Launcher:
             time.sleep(0.3)
         return "", False
 
-    def _watch(self) -> int | None:
-        """Waits for the agent's end, or sees to it; the exit code, None where it is to be started again."""
-        assert self._child is not None
-        silent_until = time.monotonic() + PATIENCE_SECONDS
+    def _watch(self, endpoint: str = "") -> int | None:
+        """Waits for the agent's end, or sees to it; the exit code, None where it is to be started again.
+
+        endpoint: where it meets the others, if that is another node's.
+        """
+        assert self._child is not None and self._child.pid
+        quiet_since = time.monotonic()
+        silent_until = quiet_since + PATIENCE_SECONDS
         while self._child.exitcode is None:
+            if not endpoint or _has_children(self._child.pid):
+                quiet_since = time.monotonic()
+            elif time.monotonic() - quiet_since > QUIET_SECONDS:
+                # A host that is paused, or a machine that is gone without a word, keeps it waiting without an end.
+                if not _answers(endpoint):
+                    _say(f"the rendezvous at {endpoint} does not answer")
+                    self._child.kill()
+                    self._child.join()
+                    return None
+                quiet_since = time.monotonic()
             if self._stopping_since is None:
                 if verdict := self._notes.verdict():
                     self._end_child()
@@ -338,13 +359,46 @@ class Launcher:
             self._child.kill()  # the workers die with it
 
 
-def _answers(endpoint: str) -> bool:
+def _is_taken(endpoint: str) -> bool:
+    """Whether somebody listens there; of a process that is paused the system takes connections too."""
     host, _, port = endpoint.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=1).close()
     except OSError:
         return False
     return True
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether a rendezvous is alive there. Asked by another process: torch's client waits for an answer without end."""
+    asking = multiprocessing.get_context("fork").Process(target=_ask, args=(endpoint,))
+    asking.start()
+    asking.join(ANSWER_SECONDS)
+    answered = asking.exitcode == 0
+    asking.kill()
+    asking.join()
+    return answered
+
+
+def _ask(endpoint: str) -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, _, port = endpoint.rpartition(":")
+    try:
+        TCPStore(host, int(port), timeout=timedelta(seconds=ANSWER_SECONDS), wait_for_workers=False)
+    except RuntimeError:
+        os._exit(1)
+
+
+def _has_children(pid: int) -> bool:
+    """Whether a process has any that live; taken for granted where Linux does not tell."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        return any(Path(f"/proc/{child}/cmdline").read_bytes() for child in children)  # empty of one that has ended
+    except OSError:
+        return True
 
 
 def _is_local(endpoint: str) -> bool:
@@ -414,8 +468,7 @@ def _load(script: str) -> Callable[[], int]:
     """Our script's `main`, with all that it and an agent import; this process has one thread still, and may fork."""
     sys.path.insert(0, str(Path(script).resolve().parent))
     main = runpy.run_path(script, run_name="mingpt.launched")["main"]
-    import torch.distributed.launcher.api
-    import torch.distributed.run  # noqa: F401
+    import torch.distributed.launcher.api  # noqa: F401
 
     # A worker that ended is one line, as torchrun itself has it, and no traceback of the agent's.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_without_traceback)

@@ -492,7 +492,9 @@ def test_the_first_node_dies_for_good(nodes: Nodes, kind: str, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_is_left_behind(nodes: Nodes) -> None:
-    first, second = (nodes.start(elastic__timeout_seconds="5") for _ in range(2))
+    first = nodes.start(elastic__timeout_seconds="5")
+    nodes.wait_for_world(1)  # it is the rendezvous' host
+    second = nodes.start(elastic__timeout_seconds="5")
     said = nodes.wait_for_world(2)
     os.kill(second.agent(), signal.SIGSTOP)
     (worker,) = second.workers()
@@ -503,6 +505,25 @@ def test_a_worker_that_is_stopped_is_left_behind(nodes: Nodes) -> None:
     os.kill(worker, signal.SIGCONT)
     nodes.wait_for_world(2, said)
     assert (first.stop(), second.stop()) == (STOP_EXIT_CODE, STOP_EXIT_CODE)
+    nodes.check()
+
+
+@pytest.mark.slow
+def test_a_host_of_the_rendezvous_that_is_paused_is_left_behind(nodes: Nodes) -> None:
+    nodes.meeting = [f"--rdzv-endpoint=127.0.0.1:{free_port()},127.0.0.1:{free_port()}"]
+    first = nodes.start(elastic__timeout_seconds="5")
+    nodes.wait_for_world(1)
+    second = nodes.start(elastic__timeout_seconds="5")
+    said = nodes.wait_for_world(2)
+    stopped = [first.agent(), *first.workers()]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    said = nodes.wait("the rendezvous at .* does not answer", said)
+    nodes.wait_for_world(1, said)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    assert first.end() == 2, "the run is the other's now"
+    assert second.stop() == STOP_EXIT_CODE
     nodes.check()
 
 
