@@ -1,5 +1,6 @@
 """What only a GPU can show, in some ten minutes: `make gpu-check`. Ends with a table; exit code 1 if a row failed.
 
+`python tests/gpu_check.py speed launch` makes the rows of these groups alone (then: gpt2, small), where time is short.
 Trains, kills, resumes and samples a small model and one of GPT-2's size on CUDA in bfloat16, compiled and not, and runs
 exact reduction twice for one hash; on two GPUs, where there are two, over NCCL. Without CUDA it says that it skipped.
 """
@@ -8,11 +9,13 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 try:
@@ -23,18 +26,17 @@ except ImportError as error:
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 120  # seconds for one run; what takes longer hangs
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}  # bfloat16, dense, FLOP/s
 
 DEVICE = "cuda"
 BENCH = "gpu"
 BASELINE = f"--against={ROOT / 'tests' / 'baseline'}"
 GPT2_LOG_INTERVAL = 10
 
-SMALL = ["configs/smoke.yaml", "--data.path={text}", "--train.max_steps=60", "--snapshot.save_interval=20"]
+SMALL = ["configs/smoke.yaml", "--data.path={text}", "--train.max_steps=150", "--snapshot.save_interval=20"]
 GPT2 = [
     "configs/smoke.yaml", "--data.path={text}", "--model.preset=gpt2", "--model.block_size=1024",
-    "--train.global_batch_size=16", "--train.micro_batch_size=8", "--train.max_steps=40", "--train.eval_interval=0",
-    "--train.eval_sequences=16", "--snapshot.save_interval=20", f"--log.interval={GPT2_LOG_INTERVAL}",
+    "--train.global_batch_size=16", "--train.micro_batch_size=8", "--train.max_steps=100", "--train.eval_interval=0",
+    "--train.eval_sequences=16", "--snapshot.save_interval=50", f"--log.interval={GPT2_LOG_INTERVAL}",
     "--optim.learning_rate=3e-4",
 ]  # fmt: skip
 
@@ -76,19 +78,27 @@ def rows(folder: Path, name: str) -> list[dict[str, float]]:
     return [row for row in map(json.loads, lines) if "train/loss" in row]
 
 
-def speed(folder: Path, name: str) -> str:
-    """Median tokens/s of the rows after the first two; of GPT-2 also the share of the device's peak."""
-    rates = sorted(row["perf/tokens_per_second"] for row in rows(folder, name)[2:])
-    rate = rates[len(rates) // 2]
-    if "small" in name:
-        return f"{rate:,.0f} tokens/s"
-    from mingpt.model import GPT, PRESETS, GPTConfig
+def median_rate(folder: Path, name: str) -> float:
+    """Tokens/s of the rows after the first two."""
+    return statistics.median(row["perf/tokens_per_second"] for row in rows(folder, name)[2:])
+
+
+def told(rate: float, shape: str) -> str:
+    """Tokens/s, and the share of the device's peak in bfloat16 that a model of `mingpt.bench` makes of it."""
+    from mingpt.bench import SHAPES
+    from mingpt.distributed import peak_flops
+    from mingpt.model import GPT, GPTConfig
 
     with torch.device("meta"):
-        flops = GPT(GPTConfig(vocab_size=64, block_size=1024, **PRESETS["gpt2"])).flops_per_token()
-    device = torch.cuda.get_device_name()
-    peak = next((value for key, value in PEAKS.items() if key in device), None)
-    return f"{rate:,.0f} tokens/s, MFU {f'{rate * flops / peak:.1%}' if peak else 'unknown (peak not listed)'}"
+        flops = GPT(GPTConfig(**SHAPES[shape][0])).flops_per_token()
+    peak = peak_flops(torch.device(DEVICE), torch.bfloat16)
+    return f"{rate:,.0f} tokens/s, MFU {f'{rate * flops / peak:.1%}' if peak else 'unknown'}"
+
+
+def exact_cost(folder: Path) -> str:
+    """The speed of exact reduction, and how it compares with fast, neither of them compiled."""
+    exact, fast = median_rate(folder, "gpt2-calm"), median_rate(folder, "fast")
+    return f"{told(exact, 'gpt2')}, {exact / fast:.2f} of fast"
 
 
 def killed_and_resumed(folder: Path, name: str, settings: list[str], kill_at: int) -> str:
@@ -105,6 +115,8 @@ def killed_and_resumed(folder: Path, name: str, settings: list[str], kill_at: in
 
 def launched(folder: Path, *settings: str) -> str:
     """Under mingpt.launch: the worker is killed with SIGKILL, the world forms anew, the hash is the calm run's."""
+    from mingpt.chaos import children
+
     exact = [*SMALL, "--train.reduction=exact", "--dtype=bfloat16", *settings]
     name = f"launched{len(settings)}"
     calm = sums(run(folder, f"{name}-calm", *exact))
@@ -134,13 +146,10 @@ def launched(folder: Path, *settings: str) -> str:
     return f"going on after {-killed:.1f} s, one hash: {calm[0][:16]}"
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def image_cost(folder: Path, name: str) -> str:
     """What the images in memory kept the training, as a share of it."""
     timed = rows(folder, name)[2:]
+    assert timed[-1]["elastic/ram_image_interval"], "there were none: is /dev/shm large enough for three of 1.5 GB?"
     kept = sum(row["perf/ram_image_seconds"] for row in timed)
     steps = GPT2_LOG_INTERVAL * sum(row["perf/step_seconds"] for row in timed)
     return f"{kept / steps:.2%} of the training, an image every {timed[-1]['elastic/ram_image_interval']} step(s)"
@@ -156,7 +165,8 @@ def sampled(folder: Path, name: str) -> str:
 def trained(folder: Path, name: str, *settings: str) -> str:
     output = run(folder, name, *settings, "--dtype=bfloat16")
     assert "does not work here" not in output, output[-2000:]
-    return speed(folder, name)
+    rate = median_rate(folder, name)
+    return f"{rate:,.0f} tokens/s" if "small" in name else told(rate, "gpt2")
 
 
 def benchmarked(shape: str, *rivals: str) -> str:
@@ -165,17 +175,9 @@ def benchmarked(shape: str, *rivals: str) -> str:
     command = [sys.executable, "-m", "mingpt.bench", BENCH, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3 * LIMIT, check=False)
     assert done.returncode == 0 and "does not work here" not in done.stderr, done.stderr[-3000:]
-    from mingpt.bench import SHAPES
-    from mingpt.model import GPT, GPTConfig
-
-    with torch.device("meta"):
-        flops = GPT(GPTConfig(**SHAPES[shape][0])).flops_per_token()
     said = []
     for row in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")):
-        peak = next((value for key, value in PEAKS.items() if key in row["device"]), None)
-        rate = row["tokens_per_second"]
-        mfu = f"MFU {rate * flops / peak:.1%}" if peak else "MFU unknown"
-        said.append(f"{row['who']} {rate:,.0f} tokens/s, {mfu}, {row['peak_memory'] / 1e9:.1f} GB")
+        said.append(f"{row['who']} {told(row['tokens_per_second'], shape)}, {row['peak_memory'] / 1e9:.1f} GB")
         said += [f"{row['mingpt_is_times']:.2f} times"] if row["who"] != "mingpt" else []
     return "; ".join(said)
 
@@ -194,7 +196,8 @@ def on_two_gpus(folder: Path) -> str:
     return f"losses differ by {apart:.1e} at most, exact hashes do not"
 
 
-def main() -> int:
+def main(groups: Sequence[str]) -> int:
+    """Makes the checks of these groups, what a name begins with, or all where none is given."""
     if not torch.cuda.is_available():
         print("gpu-check: SKIPPED, there is no CUDA device; nothing was checked")
         return 0
@@ -206,23 +209,27 @@ def main() -> int:
         line = "Now is the winter of our discontent made glorious summer by this sun of York;\n"
         (folder / "text.txt").write_text("".join(line[i % 70 :] for i in range(20000)), encoding="utf-8")
         checks = {
+            "speed: gpt2 beside a plain GPT": lambda: benchmarked("gpt2", BASELINE),
+            "speed: gpt2-medium, the same": lambda: benchmarked("gpt2-medium", BASELINE),
+            "speed: gpt2-xl, recomputing": lambda: benchmarked("gpt2-xl"),
+            "launch: kill -9": lambda: launched(folder),
+            "launch: the same, compiled": lambda: launched(folder, "--compile=true"),
+            "gpt2: exact, kill -9, resume": lambda: killed_and_resumed(folder, "gpt2", GPT2, 70),
+            "gpt2: sample": lambda: sampled(folder, "gpt2-killed"),
+            "gpt2: fast": lambda: trained(folder, "fast", *GPT2),
+            "gpt2: fast, compiled": lambda: trained(folder, "compiled", *GPT2, "--compile=true"),
+            "gpt2: exact": lambda: exact_cost(folder),
+            "gpt2: images in memory": lambda: image_cost(folder, "compiled"),
             "small: exact, kill -9, resume": lambda: killed_and_resumed(folder, "small", SMALL, 33),
             "small: fast": lambda: trained(folder, "small-fast", *SMALL),
             "small: fast, compiled": lambda: trained(folder, "small-compiled", *SMALL, "--compile=true"),
             "small: two GPUs, NCCL": lambda: on_two_gpus(folder),
             "small: sample": lambda: sampled(folder, "small-killed"),
-            "small: launch, kill -9": lambda: launched(folder),
-            "small: the same, compiled": lambda: launched(folder, "--compile=true"),
-            "gpt2: exact, kill -9, resume": lambda: killed_and_resumed(folder, "gpt2", GPT2, 30),
-            "gpt2: sample": lambda: sampled(folder, "gpt2-killed"),
-            "gpt2: fast": lambda: trained(folder, "fast", *GPT2),
-            "gpt2: fast, compiled": lambda: trained(folder, "compiled", *GPT2, "--compile=true"),
-            "gpt2: beside a plain GPT": lambda: benchmarked("gpt2", BASELINE),
-            "gpt2-medium: the same": lambda: benchmarked("gpt2-medium", BASELINE),
-            "gpt2-xl: recomputing blocks": lambda: benchmarked("gpt2-xl"),
-            "gpt2: images in memory": lambda: image_cost(folder, "compiled"),
-            "gpt2: exact": lambda: speed(folder, "gpt2-calm"),
         }
+        checks = {name: check for name, check in checks.items() if not groups or name.partition(":")[0] in groups}
+        if not checks:
+            print(f"gpu-check: {' '.join(groups)}: give some of speed, launch, gpt2, small", file=sys.stderr)
+            return 2
         for name, check in checks.items():
             started = time.monotonic()
             try:
@@ -235,4 +242,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
