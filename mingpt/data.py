@@ -87,6 +87,16 @@ class Validation:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
+def check_tokens(tokens: Tokens, name: str) -> None:
+    """Raises ValueError for what is no 1-D array of whole numbers, such as a list or a tensor."""
+    if getattr(tokens, "ndim", None) != 1 or getattr(tokens.dtype, "kind", None) not in ("i", "u"):
+        shape = f" of {tokens.dtype} and shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else ""
+        raise ValueError(
+            f"{name} is a {type(tokens).__name__}{shape}; give a 1-D numpy array of whole numbers, as from np.asarray "
+            "or np.memmap"
+        )
+
+
 def _rows(tokens: Tokens, starts: NDArray[np.int64], length: int) -> Tensor:
     """(len(starts), length + 1) int64: the window at each start, gathered by one indexing."""
     return torch.from_numpy(tokens[starts[:, None] + np.arange(length + 1)].astype(np.int64))

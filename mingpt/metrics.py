@@ -5,20 +5,16 @@ The file is append-only and one JSON object a line, so that a kill costs at most
 An event is `{"event", "step", "time", "generation", ...}`. README.md says what each of them means.
 """
 
-import faulthandler
 import io
 import json
 import logging
 import math
 import shutil
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, TextIO
 
 from mingpt.dashboard import END_SECONDS, Dashboard
@@ -155,66 +151,6 @@ class Metrics:
 def _ends_with_newline(file: Any) -> bool:
     file.seek(-1, 2)
     return bool(file.read(1) == b"\n")
-
-
-class Losses:
-    """The last losses, and how far out of line the next one is."""
-
-    def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=100)
-
-    def score(self, loss: float) -> float:
-        """Its distance from their median, in standard deviations as the median distance tells them (Iglewicz 1993).
-
-        0 before there are twenty. A thousandth of the median counts as the least distance: of equal losses none is odd.
-        """
-        before = [*self._last]
-        if math.isfinite(loss):
-            self._last.append(loss)
-        if len(before) < 20:
-            return 0.0
-        middle = median(before)
-        distance = max(median(abs(it - middle) for it in before), 1e-3 * abs(middle))
-        return 0.6745 * (loss - middle) / distance
-
-
-class StallWatch:
-    """Where a step takes longer than `seconds`, the stacks of all threads of this rank go into its log file, once.
-
-    Then `tell(step)` is called, in this watch's own thread. 0 seconds: never.
-    """
-
-    def __init__(self, seconds: float, file: Callable[[], Path], tell: Callable[[int], None]) -> None:
-        self._seconds, self._file, self._tell = seconds, file, tell
-        self._step: tuple[int, float] | None = None  # the one that is being made, and since when
-        self._closed = threading.Event()
-        if seconds:
-            threading.Thread(target=self._run, name="stalls", daemon=True).start()
-
-    def begin(self, step: int) -> None:
-        self._step = step, time.monotonic()
-
-    def end(self) -> None:
-        self._step = None
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def _run(self) -> None:
-        told = None
-        while not self._closed.wait(min(1.0, self._seconds / 4)):
-            now = self._step
-            if now is None or now == told or time.monotonic() - now[1] < self._seconds:
-                continue
-            told = now
-            try:
-                with open(self._file(), "a", encoding="utf-8") as file:
-                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} the stacks, {self._seconds:g} s into a step\n")
-                    file.flush()
-                    faulthandler.dump_traceback(file, all_threads=True)
-            except OSError as error:
-                log.warning("the stacks of a step that stalls are not written: %s", error)
-            self._tell(now[0])
 
 
 @dataclass

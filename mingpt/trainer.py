@@ -14,30 +14,29 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from numbers import Integral, Real
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mingpt import distributed
-from mingpt.data import Batches, Validation
+from mingpt.data import Batches, Validation, check_tokens
 from mingpt.distributed import Control, World
 from mingpt.elastic import Notes, StopSignals
 from mingpt.grid import Grid, mix, share
-from mingpt.image import Image, encoded_size, restore_rng, rng_tensors, xxh3
-from mingpt.metrics import Ledger, Losses, Metrics, StallWatch, duration, log_file
+from mingpt.image import Image, restore_rng, rng_tensors, xxh3
+from mingpt.keeper import Keeper
+from mingpt.metrics import Ledger, Metrics, duration
 from mingpt.optim import SCHEDULES, learning_rate_at, make_optimizer, optimizer_tensors
 from mingpt.reduction import ExactReduction, FastReduction
-from mingpt.slots import Slots
-from mingpt.snapshot import Manifest, Saver, Snapshots, model_tensors
+from mingpt.snapshot import Manifest, Snapshots, model_tensors
 from mingpt.tokens import Tokens
+from mingpt.watch import SPIKE, Losses, StallWatch, Stopwatch, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +66,6 @@ _SETTINGS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 BAD_IN_A_ROW = 20  # updates that may be skipped one after the other: more are no accident
 SKIPS_LISTED = 64  # the newest ones that the state lists
 STOP_INTERVAL = 8  # cells of an evaluation from one look at the wish to stop to the next
-RETRY_SECONDS = 10.0  # from a save that failed to the next try
-SPIKE = 6.0  # standard deviations of the last losses by which one is told to be out of line
-STARVED = 0.2  # of the step, waiting for data, that is told
-STARVED_ROWS = 3  # in a row: nothing is read ahead for the first step, and a busy machine has its moments
-LATE, LATE_SECONDS = 2, 60.0  # times the interval between snapshots, and how long, after which a newer one is missed
-IMAGE_SHARE = 0.02  # of the training that RAM images may take
-IMAGE_SECONDS = 1.0  # of training that a kill may cost, whatever RAM images take; a step where that is longer
 
 
 class Trainer:
@@ -164,34 +156,21 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=dtype == torch.float16)
         self.reduction = self._make_reduction(reduction)
         self.metrics = metrics if metrics and self.world.is_main else Metrics()
-        self.slots: Slots | None = None  # on the first rank of every node, while `fit` goes on
-        self.saver: Saver | None = None  # on rank 0
+        self._clock = Stopwatch()
+        self.keeper = Keeper(
+            self.world, self.metrics, self._clock, snapshots, ram_dir, save_interval, save_interval_seconds, on_error
+        )
         self.max_steps = max_steps
 
-        self._seed = seed
-        self._dtype = dtype
-        self._compile = compile
+        self._seed, self._dtype, self._compile = seed, dtype, compile
         self._grad_clip = grad_clip or math.inf
         self._schedule: dict[str, Any] = {
-            "schedule": schedule,
-            "learning_rate": learning_rate,
-            "min_lr": min_lr,
-            "warmup_steps": warmup_steps,
-            "max_steps": max_steps,
-            "decay_fraction": decay_fraction,
-        }
-        self._eval_interval = eval_interval
-        self._sample_interval = sample_interval
-        self._log_interval = log_interval
-        self._stall_seconds = stall_seconds if logs else 0.0
-        self._logs = logs
-        self._save_interval = save_interval
-        self._save_interval_seconds = save_interval_seconds
-        self._on_error = on_error
-        self._snapshots = snapshots
-        self._ram_dir = ram_dir
-        self._generation = generation
-        self._sample = sample
+            "schedule": schedule, "learning_rate": learning_rate, "min_lr": min_lr, "warmup_steps": warmup_steps,
+            "max_steps": max_steps, "decay_fraction": decay_fraction,
+        }  # fmt: skip
+        self._eval_interval, self._sample_interval, self._log_interval = eval_interval, sample_interval, log_interval
+        self._stall_seconds, self._logs = stall_seconds, logs
+        self._generation, self._sample = generation, sample
         self._description = dict(description or {})
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         peak = distributed.peak_flops(self.world.device, dtype)
@@ -205,7 +184,6 @@ class Trainer:
         self.evaluated_step = -1
         self.sampled_step = -1
         self.compiled = False
-        self.last_manifest: Manifest | None = None
         self.stopped = False
         self._forms_anew = False
 
@@ -222,20 +200,9 @@ class Trainer:
         self._skips_told = 0
         self._broken = torch.full((), -1, device=self.world.device)
         self._broken_seen = torch.full((), -1, pin_memory=self.world.device.type == "cuda")
-        self._saved_at, self._saved_step = time.monotonic(), 0  # the last try
-        self._owed_from = math.inf  # when a save is to be made up for: one failed, or was due while one was on its way
-        self._wanted = False  # the image of this step is to be saved
-        self._image: dict[str, Any] | None = None  # the metadata of the one that is being copied
-        self._cadence = _Cadence()
-        self._cost = 0.0  # seconds that all images kept the training
-        # Seconds that saving and RAM images kept the training since the last row.
-        self._kept = {"perf/snapshot_stall_seconds": 0.0, "perf/ram_image_seconds": 0.0}
-        self._waited = 0.0  # for data, up to the last row
-        self._waiting = 0.0  # the share of a step, in that row
-        self._starving = 0  # rows in a row
         self._losses = Losses()
-        self._told: set[str] = set()  # warnings that are not repeated
-        self._durable = 0, 0.0  # the newest durable snapshot's step, and when (monotonic) it became known
+        self._waiting = Waiting()
+        self._starved_told = False
         # What the first row after a restart tells.
         self._restart: dict[str, float] = {} if steps_lost is None else {"elastic/steps_lost": steps_lost}
         self.ledger = Ledger(began or time.time())
@@ -256,21 +223,17 @@ class Trainer:
             self.restore(None)  # every rank has rank 0's weights, whatever each of them was given
         if self._compile:
             self._warm_up()
-        self._open_slots()
+        self.keeper.open(self.step, self._state)
         distributed.seed_all(mix(self._seed, self.step))
         self._first_step = self.step
-        self._watch = _Stopwatch(self.step)
-        self._durable = self.step, time.monotonic()
-        self._stalls = StallWatch(self._stall_seconds, self._stack_file, self._tell_stall)
+        self._clock.lap(self.step)  # the first one begins
+        self._stalls = StallWatch(self._stall_seconds, self._logs, self.world.rank, self.metrics)
         try:
             with nullcontext(signals) if signals else StopSignals() as signals:
                 self._signals, self._notes = signals, notes
                 while self._due_before_step():
                     self._control.start(
-                        stop=signals.wanted,
-                        leave=self._leaves,
-                        broken=int(self._broken_seen) >= 0,
-                        starved=self._starving >= STARVED_ROWS,
+                        stop=signals.wanted, leave=self._leaves, broken=not self._is_sound(), starved=self._waiting.lasts
                     )
                     self._stalls.begin(self.step)
                     self._update()
@@ -280,8 +243,8 @@ class Trainer:
                 distributed.barrier(self.world)  # the last snapshot is safe
                 # It may lie on a disk of a node that leaves: those that stay go on from what they have in memory.
                 stays = self.stopped and not self.world.is_main and not self._leaves
-                if self.slots and not self._forms_anew and not stays:
-                    self.slots.remove()
+                if self.keeper.slots and not self._forms_anew and not stays:
+                    self.keeper.slots.remove()
         finally:
             self._stalls.close()
             self.close()
@@ -291,7 +254,8 @@ class Trainer:
         lr = learning_rate_at(self.step, **self._schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self._begin_image()  # of the state before this update; it is copied beside the forward and the backward
+        # The state before this update is copied beside the forward and the backward.
+        self.keeper.begin(self.step, self._state, self._is_sound)
         cells = self.batches.cells(self.step, self.share)
         self.reduction.begin()
         for cell, (idx, targets) in zip(self.share, cells, strict=True):
@@ -304,7 +268,7 @@ class Trainer:
         self._loss = self.reduction.finish(with_loss=self._is_log_due(self.step + 1))
         self.scaler.unscale_(self.optimizer)
         self._grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._grad_clip)
-        self._finish_image()
+        self.keeper.finish()
         self._guard()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -324,13 +288,14 @@ class Trainer:
             self._report_broken()
         if self.step == self._first_step + 1:
             self._tell_recovery()
-        if flags["starved"] and "starved" not in self._told:
+        if flags["starved"] and not self._starved_told:
+            self._starved_told = True
             self._tell_starved()
         row: dict[str, float] = {}
         if self.step > self._first_step and self._is_log_due(self.step):
             row = self._log()
         self._stalls.end()
-        with self._watch.paused():
+        with self._clock.paused():
             improved = False
             if self.validation and (end or self._is_eval_due()) and not self.stopped:
                 improved = self._evaluate(row)
@@ -340,12 +305,14 @@ class Trainer:
                 self.metrics.row(self.step, row)
             if self._sample and (end or self._is_due(self._sample_interval, self.step)) and not self.stopped:
                 self._show_sample()
-            if self.saver:
-                self._collect()
-                if not self._forms_anew and (end or self.stopped or improved or self._is_save_due()):
-                    self._want_snapshot(self.saver, last=end or self.stopped)
-            if end or self.stopped:
-                self._keep_last()
+            self.keeper.collect()
+            if not self._forms_anew and (end or self.stopped or improved or self.keeper.is_save_due(self.step)):
+                self.keeper.want(self.step, last=end or self.stopped)
+            if end or self.stopped:  # the last image, and the last snapshot, which is awaited
+                self.keeper.begin(self.step, self._state, self._is_sound, last=True)
+                self.keeper.finish()
+                if not self._forms_anew:
+                    self.keeper.collect(wait=True, must=True)
         return not (end or self.stopped)
 
     @property
@@ -358,7 +325,7 @@ class Trainer:
         """All ranks have agreed to stop here; `leave`: some node does."""
         self.stopped = True
         # Nobody leaves: another node joins, so the images in memory are enough, and no upload holds the others up.
-        self._forms_anew = not leave and self.slots is not None and self.slots.shared
+        self._forms_anew = not leave and self.keeper.outlives
         self._signals.settle()
 
     @staticmethod
@@ -370,12 +337,6 @@ class Trainer:
 
     def _is_eval_due(self) -> bool:
         return self._eval_interval > 0 and self.step % self._eval_interval == 0  # before the first step too
-
-    def _is_save_due(self) -> bool:
-        """By steps, by seconds, or because one is owed; rank 0 alone saves, and asks nobody."""
-        now, seconds = time.monotonic(), self._save_interval_seconds
-        overdue = now >= self._owed_from or 0 < seconds < now - self._saved_at
-        return overdue or self._is_due(self._save_interval, self.step)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, self._dtype, enabled=self._dtype != torch.float32)
@@ -393,11 +354,14 @@ class Trainer:
         self._broken = torch.where(too_many, self.step, self._broken)
         self._broken_seen.copy_(self._broken, non_blocking=True)
 
+    def _is_sound(self) -> bool:
+        """Whether, for all that the host knows, no update was broken; asked by the thread that copies, after it did."""
+        return int(self._broken_seen) < 0
+
     def _report_broken(self) -> None:
-        if self.saver:
-            self._collect(wait=True)
-        update = int(self._broken)
-        kept = f"the last snapshot is {self.last_manifest.image_uri}" if self.last_manifest else "there is no snapshot"
+        self.keeper.collect(wait=True)
+        update, manifest = int(self._broken), self.keeper.last_manifest
+        kept = f"the last snapshot is {manifest.image_uri}" if manifest else "there is no snapshot"
         raise ArithmeticError(
             f"the gradient of update {update} ({self._samples_of(update)}) is not finite, in {self.reduction.blame()}; "
             f"{kept}; lower optim.learning_rate, or look at these samples"
@@ -447,15 +411,12 @@ class Trainer:
         if self.world.is_main:
             assert self._loss is not None, "it is summed in every step whose row is due"
             loss, norm = float(self._loss), float(self._grad_norm)
-        steps, seconds = self._watch.lap(self.step)
+        steps, seconds = self._clock.lap(self.step)
         self.ledger.note(self.step, seconds)  # by every rank: rank 0 may be the one that is lost
-        waited, self._waited = self.batches.waited_seconds - self._waited, self.batches.waited_seconds
-        self._waiting = waited / (steps * seconds)
-        self._starving = self._starving + 1 if self._waiting > STARVED else 0
+        waiting = self._waiting.note(self.batches.waited_seconds, steps * seconds)
         if not self.world.is_main:
             return {}
         lr = learning_rate_at(self.step - 1, **self._schedule)  # of the update that this row is about
-        kept, self._kept = self._kept, dict.fromkeys(self._kept, 0.0)
         restart, self._restart = self._restart, {}
         rate = self.grid.tokens_per_step / seconds
         mfu = {"perf/mfu": rate * self._mfu_per_rate} if self._mfu_per_rate else {}
@@ -475,7 +436,7 @@ class Trainer:
         if (score := self._losses.score(loss)) > SPIKE:
             odd = f"the loss of step {self.step} is {loss:.4f}, {score:.0f} standard deviations above the last ones"
             self.metrics.warn("loss_spike", self.step, f"{odd} ({self._samples_of(self.step - 1)})")
-        self._look_for_late_snapshot()
+        kept = self.keeper.row(self.step)
         before = self._replayed.get(self.step)
         if before is not None and before != loss and isinstance(self.reduction, ExactReduction):
             log.warning("step %d is not what it was before the restart: loss %r, then %r", self.step, before, loss)
@@ -486,9 +447,8 @@ class Trainer:
             "perf/tokens_per_second": rate,
             "perf/step_seconds": seconds,
             **mfu,
-            "perf/data_wait_share": self._waiting,
+            "perf/data_wait_share": waiting,
             **kept,
-            "elastic/ram_image_interval": self._cadence.every if self.slots and self.slots.shared else 0,
             "data/samples_seen": self.grid.samples_seen(self.step),
             "data/tokens_seen": self.grid.samples_seen(self.step) * self.grid.block_size,
             "data/epoch": self.grid.epoch(self.step),
@@ -512,42 +472,14 @@ class Trainer:
         named = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if name != "seconds")
         log.info("recovered: %.1f s from the last step before to this one (%s)", parts["seconds"], named)
 
-    def _warn_once(self, kind: str, message: str) -> None:
-        """By rank 0, until it is forgotten: what lasts is not told at every row."""
-        if kind not in self._told:
-            self._told.add(kind)
-            if self.world.is_main:
-                self.metrics.warn(kind, self.step, message)
-
     def _tell_starved(self) -> None:
-        """Some rank waits for data, and all others for it: the one that waits longest is named, once."""
-        shares = distributed.gather_json(self.world, self._waiting)
+        """Some rank waits for data, and all others for it: the one that waits longest is named."""
+        shares = distributed.gather_json(self.world, self._waiting.share)
         rank = shares.index(max(shares))
         place = f" on rank {rank} ({distributed.hosts(self.world)[rank]})" if rank else ""
-        self._warn_once(
-            "starved", f"{shares[rank]:.0%} of a step is waiting for data.path{place}: give it a faster disk"
-        )
-
-    def _look_for_late_snapshot(self) -> None:
-        steps, seconds = self.step - self._durable[0], time.monotonic() - self._durable[1]
-        missed = 0 < LATE * self._save_interval < steps or 0 < LATE * self._save_interval_seconds < seconds
-        if self.saver and missed and seconds > LATE_SECONDS:  # one may be on its way
-            self._warn_once(
-                "snapshot_late",
-                f"the newest durable snapshot is {steps} steps and {seconds:.0f} s old, more than {LATE} times what "
-                "snapshot.save_interval asks for: a power failure costs as much; see whether the store is too slow",
-            )
-
-    def _stack_file(self) -> Path:
-        assert self._logs
-        return log_file(self._logs, self.world.rank)
-
-    def _tell_stall(self, step: int) -> None:
         if self.world.is_main:
-            self.metrics.warn(
-                "stall", step, f"the step after {step} takes longer than log.stall_seconds={self._stall_seconds:g}: "
-                f"where each rank is, is written into {self._logs}",
-            )  # fmt: skip
+            message = f"{shares[rank]:.0%} of a step is waiting for data.path{place}: give it a faster disk"
+            self.metrics.warn("starved", self.step, message)
 
     def _evaluate(self, row: dict[str, float]) -> bool:
         """Evaluates the weights at `step`, once, into `row`; whether they are the best so far, and worth keeping."""
@@ -610,89 +542,11 @@ class Trainer:
 
     # The state, out and in
 
-    def _open_slots(self) -> None:
-        """On the first rank of a node where its images go, on rank 0 also what saves them."""
-        main = self.world.is_main
-        if self._snapshots and (main or (self.world.local_rank == 0 and self._ram_dir)):
-            size = encoded_size(self._tensors(), self._metadata())
-            self.slots = Slots.open(self._ram_dir, self._snapshots.run_id, size)
-            self.saver = Saver(self._snapshots, self.slots) if main else None
-
-    def _begin_image(self, last: bool = False) -> None:
-        """Begins to copy the state at `step` where an image is due: by the cadence, or because it is to be saved."""
-        slots, now = self.slots, self._watch.now()
-        if not slots or not (self._wanted or (slots.shared and (last or self._cadence.is_due(self.step, now)))):
-            return
-        with self._keeping():
-            tensors, self._image = self._tensors(), self._metadata()
-            # A forward may change buffers; all else waits for the update.
-            names = {f"model.{name}" for name, _ in self.model.named_buffers()} & tensors.keys()
-            tensors |= {name: tensors[name].clone() for name in names}
-            slots.begin(tensors, self._image, sound=lambda: int(self._broken_seen) < 0)
-        # On CPUs a copy beside the training takes from it too, at most what it computes.
-        beside = slots.thread_seconds if self.world.device.type == "cpu" else 0.0
-        self._cadence.note(self.step, now, self._cost + beside)
-
-    def _finish_image(self) -> None:
-        """Waits for the copy, before the state changes; then it can be saved."""
-        if self._image is None or self.slots is None:
-            return
-        with self._keeping():
-            sound = self.slots.finish()
-            if self._wanted and sound and self.saver:
-                facts = {key: self._image[key] for key in ("val_loss", "world_size", "fingerprints", "config")}
-                self.saver.start(step=self.step, generation=self._generation, facts=facts)
-        self._wanted, self._image = False, None
-
-    def _keep_last(self) -> None:
-        """The last image, and on rank 0 the last snapshot, which is awaited; raises where that fails."""
-        self._begin_image(last=True)
-        self._finish_image()
-        if self.saver and not self._forms_anew:
-            self._collect(wait=True, must=True)
-
-    @contextmanager
-    def _keeping(self) -> Iterator[None]:
-        """Time in here counts as what a save, or else a RAM image, kept the training.
-
-        And not as time of the step, but on GPUs, which compute on meanwhile.
-        """
-        started = time.perf_counter()
-        with self._watch.paused() if self.world.device.type == "cpu" else nullcontext():
-            yield
-        seconds = time.perf_counter() - started
-        self._cost += seconds
-        self._kept["perf/snapshot_stall_seconds" if self._wanted else "perf/ram_image_seconds"] += seconds
-
-    def _want_snapshot(self, saver: Saver, last: bool) -> None:
-        """Has the image of this step saved, unless it is already, or another is on its way: then it is owed."""
-        now = time.monotonic()
-        if last:
-            self._collect(wait=True)
-        if saver.busy:
-            self._owed_from = now
-        elif not self.last_manifest or self.last_manifest.facts["step"] != self.step:
-            self._wanted = True
-            self._saved_at, self._saved_step, self._owed_from = now, self.step, math.inf
-
-    def _collect(self, wait: bool = False, must: bool = False) -> None:
-        """Takes note of the save that was on its way; one that failed is told at once and owed, or raises."""
-        assert self.saver is not None
-        try:
-            manifest = self.saver.collect(wait)
-        except (OSError, ValueError) as error:  # all that a store raises
-            if must or self._on_error == "stop":
-                raise OSError(f"the snapshot of step {self._saved_step} cannot be saved: {error}") from error
-            log.warning("the snapshot of step %d is not saved: %s; trying again soon", self._saved_step, error)
-            self._owed_from = time.monotonic() + RETRY_SECONDS
-            return
-        if manifest:
-            self.last_manifest = manifest
-            self._durable = manifest.facts["step"], time.monotonic()
-            self._told.discard("snapshot_late")
-            seconds = time.monotonic() - self._saved_at
-            self.metrics.event("snapshot", self._saved_step, uri=manifest.image_uri, seconds=seconds)
-            log.info("saved %s in %.1f s", manifest.image_uri, seconds)
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What an image holds. Copied is what a forward may change, its buffers: all else waits for the update."""
+        tensors = self._tensors()
+        names = {f"model.{name}" for name, _ in self.model.named_buffers()} & tensors.keys()
+        return tensors | {name: tensors[name].clone() for name in names}, self._metadata()
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
@@ -756,9 +610,9 @@ class Trainer:
         self._skips_told = int(self._skips)
         self._check_alike(owner)
         self._restored = True
-        self.last_manifest = manifest
-        if state is not None and manifest is None and (self._save_interval or self._save_interval_seconds):
-            self._owed_from = 0.0  # it is in memory alone: the last save may be lost, and the next an interval away
+        self.keeper.last_manifest = manifest
+        if state is not None and manifest is None:
+            self.keeper.owe()
         self._replayed = dict(replayed or {})
 
     def _check_alike(self, owner: int) -> None:
@@ -791,23 +645,10 @@ class Trainer:
     def close(self) -> None:
         """Ends the reading thread and drops DDP, which must go before the process group: at exit gloo aborts else."""
         self.batches.close()
-        if self.saver:
-            self.saver.close(wait=not self._forms_anew)
-        if self.slots:
-            self.slots.close()
+        self.keeper.close(wait=not self._forms_anew)
         if reduction := self.__dict__.pop("reduction", None):
             reduction.close()
         gc.collect()
-
-
-def check_tokens(tokens: Tokens, name: str) -> None:
-    """Raises ValueError for what is no 1-D array of whole numbers, such as a list or a tensor."""
-    if getattr(tokens, "ndim", None) != 1 or getattr(tokens.dtype, "kind", None) not in ("i", "u"):
-        shape = f" of {tokens.dtype} and shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else ""
-        raise ValueError(
-            f"{name} is a {type(tokens).__name__}{shape}; give a 1-D numpy array of whole numbers, as from np.asarray "
-            "or np.memmap"
-        )
 
 
 def loss_of(output: object) -> Tensor:
@@ -816,70 +657,3 @@ def loss_of(output: object) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         raise ValueError("model(idx, targets) must return a pair, of which the second is the mean loss, a 0-d tensor")
     return loss
-
-
-class _Stopwatch:
-    """A clock of the training, which stands still in evaluation, sampling and saving; in seconds."""
-
-    def __init__(self, step: int) -> None:
-        self._paused = 0.0
-        self._stopped_at: float | None = None
-        self._lap = step, self.now()
-
-    def now(self) -> float:
-        return (time.perf_counter() if self._stopped_at is None else self._stopped_at) - self._paused
-
-    def lap(self, step: int) -> tuple[int, float]:
-        """The steps since the last lap, and the seconds of one."""
-        (last_step, since), self._lap = self._lap, (step, self.now())
-        return step - last_step, (self._lap[1] - since) / (step - last_step)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time in here does not count; it may be entered within itself."""
-        if self._stopped_at is not None:
-            yield
-            return
-        self._stopped_at = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._paused += time.perf_counter() - self._stopped_at
-            self._stopped_at = None
-
-
-class _Cadence:
-    """How many steps pass from one RAM image to the next.
-
-    So many that images take `IMAGE_SHARE` of the training, but no more than fit into `IMAGE_SECONDS` of it. A power of
-    two, so that it seldom changes. Judged by the middle of what the last images took.
-    """
-
-    def __init__(self) -> None:
-        self.every = 1
-        self._image: tuple[int, float, float] | None = None  # the last one: its step, when it began, `cost` then
-        self._costs: deque[float] = deque(maxlen=5)
-        self._steps: deque[float] = deque(maxlen=5)
-
-    def is_due(self, step: int, now: float) -> bool:
-        """Whether an image of `step` is due: at first, by steps, or, where these became slower, by seconds."""
-        if self._image is None:
-            return True
-        after_it = now + (median(self._steps) if self._steps else 0.0)
-        return step - self._image[0] >= self.every or after_it - self._image[1] > IMAGE_SECONDS
-
-    def note(self, step: int, now: float, cost: float) -> None:
-        """An image of `step` begins; `cost`: the seconds that all so far took."""
-        last, self._image = self._image, (step, now, cost)
-        if last is None or step == last[0]:
-            return
-        self._costs.append(cost - last[2])
-        self._steps.append((now - last[1]) / (step - last[0]))
-        cost, seconds = median(self._costs), median(self._steps)
-        # An image is committed a little after its step, so a kill may cost one step more.
-        fitting = [2**i for i in range(20) if (2**i + 1) * seconds <= IMAGE_SECONDS] or [1]
-        enough, plenty = (
-            next((every for every in fitting if cost <= share * every * seconds), fitting[-1])
-            for share in (IMAGE_SHARE, IMAGE_SHARE / 2)
-        )
-        self.every = max(enough, min(self.every, plenty))

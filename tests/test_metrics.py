@@ -22,10 +22,11 @@ from mingpt import distributed
 from mingpt.distributed import _peak_of
 from mingpt.elastic import Notes
 from mingpt.grid import Grid
-from mingpt.metrics import Bar, Ledger, Losses, Metrics, Past, StallWatch, look_back, read_metrics, recall
+from mingpt.metrics import Bar, Ledger, Metrics, Past, look_back, read_metrics, recall
 from mingpt.slots import Slots
 from mingpt.snapshot import Snapshots, find_image, read_verified
-from mingpt.trainer import SPIKE, Trainer
+from mingpt.trainer import Trainer
+from mingpt.watch import SPIKE, Losses, StallWatch
 
 TOKENS = np.random.default_rng(0).integers(0, 11, 900).astype(np.uint16)
 
@@ -48,7 +49,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("trainer", "metrics", "data"):
+    for module in ("trainer", "keeper", "watch", "metrics", "data"):
         monkeypatch.setattr(f"mingpt.{module}.time", clock)
     return clock
 
@@ -390,7 +391,7 @@ def test_a_rank_that_starves_and_holds_all_others_up_is_named_by_rank_0(tmp_path
 def test_a_snapshot_that_is_late_is_told_until_it_comes(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
-    monkeypatch.setattr("mingpt.trainer.LATE_SECONDS", patience)
+    monkeypatch.setattr("mingpt.keeper.LATE_SECONDS", patience)
     path, go, save = tmp_path / "metrics.jsonl", threading.Event(), Snapshots.save
 
     def stuck(ours: Snapshots, *args: Any, **more: Any) -> Any:
@@ -404,8 +405,9 @@ def test_a_snapshot_that_is_late_is_told_until_it_comes(
     def release() -> None:
         if trained.step == 20:
             go.set()
-            assert trained.saver and trained.saver._saving
-            trained.saver._saving.result()
+            saver = trained.keeper.saver
+            assert saver and saver._saving
+            saver._saving.result()
         update()
 
     trained._update = release  # type: ignore[method-assign]
@@ -420,11 +422,12 @@ def test_the_stacks_of_a_step_that_stalls_are_written(tmp_path: Path) -> None:
     told, path = threading.Event(), tmp_path / "rank-0.log"
     steps: list[int] = []
 
-    def tell(step: int) -> None:
-        steps.append(step)
-        told.set()
+    class Told(Metrics):
+        def warn(self, kind: str, step: int, message: str) -> None:
+            steps.append(step)
+            told.set()
 
-    watch = StallWatch(0.05, lambda: path, tell)
+    watch = StallWatch(0.05, tmp_path, 0, Told())
 
     def a_step_that_hangs() -> None:
         watch.begin(7)
@@ -444,18 +447,18 @@ def test_a_stall_in_a_training_is_an_event(tmp_path: Path, monkeypatch: pytest.M
     path, stalled = tmp_path / "metrics.jsonl", threading.Event()
     clock = Clock()  # which the model moves, and nobody looks at
     trained = slow_trainer(clock, path, max_steps=4, stall_seconds=0.5, logs=tmp_path / "logs")
-    update, tell = trained._update, trained._tell_stall
+    update, warn = trained._update, trained.metrics.warn
 
     def hang() -> None:
         if trained.step == 2:
             assert stalled.wait(60)
         update()
 
-    def told(step: int) -> None:
-        tell(step)
+    def told(*what: Any) -> None:
+        warn(*what)
         stalled.set()
 
-    trained._update, trained._tell_stall = hang, told  # type: ignore[method-assign]
+    trained._update, trained.metrics.warn = hang, told  # type: ignore[method-assign]
     trained.fit()
     assert warnings_in(path) == [("stall", 2)]
     assert "in hang" in (tmp_path / "logs" / "rank-0.log").read_text(encoding="utf-8")

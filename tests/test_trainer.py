@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from mingpt import distributed
 from mingpt.elastic import Notes, StopSignals
 from mingpt.image import Image, decode, encode, sha256s
+from mingpt.keeper import IMAGE_SECONDS, IMAGE_SHARE, Cadence, Keeper
 from mingpt.metrics import Metrics, read_metrics
 from mingpt.model import GPT, GPTConfig
 from mingpt.optim import learning_rate_at
 from mingpt.reduction import FastReduction
 from mingpt.slots import Slots, newest_image
 from mingpt.snapshot import Snapshots, read_verified
-from mingpt.trainer import IMAGE_SECONDS, IMAGE_SHARE, Trainer, _Cadence
+from mingpt.trainer import Trainer
 
 VOCABULARY = 11
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, 900).astype(np.uint16)
@@ -437,7 +438,7 @@ def test_snapshots_come_by_steps_by_time_and_when_validation_improves(
     assert saved(save_interval=0, eval_interval=0) == {12}
     assert saved(save_interval=0, eval_interval=4, learning_rate=1e-2) >= {4, 12}
     clock = iter(range(0, 10**6, 1))
-    monkeypatch.setattr("mingpt.trainer.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("mingpt.keeper.time.monotonic", lambda: next(clock))
     by_time = saved(save_interval=0, eval_interval=0, save_interval_seconds=5)
     assert 2 <= len(by_time) < 12
 
@@ -456,7 +457,7 @@ def test_a_full_disk_is_told_and_made_up_for(
         return save(data, **kwargs)
 
     monkeypatch.setattr(ours, "save", full)
-    monkeypatch.setattr("mingpt.trainer.RETRY_SECONDS", 1e-9)
+    monkeypatch.setattr("mingpt.keeper.RETRY_SECONDS", 1e-9)
     with pytest.raises(OSError, match=r"step 30 cannot be saved.*No space"):
         trainer(snapshots=ours, save_interval=10, eval_interval=0).fit()
     assert (tries[0], *tries[2:]) == (10, 20, 30)
@@ -516,7 +517,7 @@ def test_a_slow_save_holds_nothing_up_and_saves_its_own_step(
     metrics = Recorder({18: release})  # the save of step 5 is on its way until then
     ours = snapshots(tmp_path / "slow", "us", keep_last=9)
     if in_memory:
-        monkeypatch.setattr(_Cadence, "is_due", lambda *_: True)
+        monkeypatch.setattr(Cadence, "is_due", lambda *_: True)
         settings["ram_dir"] = folder(tmp_path, "ram")
     trainer(snapshots=ours, metrics=metrics, **settings).fit()
     assert steps[0] == 5
@@ -552,9 +553,9 @@ def test_images_in_memory_hold_the_state_of_their_step_however_late_they_are_cop
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ram = folder(tmp_path, "ram")
-    monkeypatch.setattr(_Cadence, "is_due", lambda *_: True)
+    monkeypatch.setattr(Cadence, "is_due", lambda *_: True)
     ours = trainer(Counting(), snapshots=snapshots(tmp_path / "kept"), ram_dir=ram, max_steps=12, generation=3)
-    begin, guard, finish, late = ours._begin_image, ours._guard, Slots.finish, threading.Event()
+    begin, guard, finish, late = Keeper.begin, ours._guard, Slots.finish, threading.Event()
     states: dict[int, dict[str, Tensor]] = {}
     seen = []
 
@@ -562,18 +563,18 @@ def test_images_in_memory_hold_the_state_of_their_step_however_late_they_are_cop
         assert late.wait(60)
         return encode(*args, **options)
 
-    def begin_image(last: bool = False) -> None:
+    def begin_late(keeper: Keeper, *state: Any, **last: Any) -> None:
         states[ours.step] = {name: tensor.clone() for name, tensor in ours._tensors().items()}
         late.clear()
-        begin(last)
+        begin(keeper, *state, **last)
 
     def finish_late(slots: Slots) -> bool:
         late.set()  # forward and backward are done, and the generators elsewhere
         return finish(slots)
 
     def look() -> None:
-        assert ours.slots and ours.slots._committing
-        ours.slots._committing.result()
+        assert ours.keeper.slots and ours.keeper.slots._committing
+        ours.keeper.slots._committing.result()
         newest = newest_image(ram, "us")
         assert newest is not None
         assert newest[0] == (3, ours.step)
@@ -586,7 +587,7 @@ def test_images_in_memory_hold_the_state_of_their_step_however_late_they_are_cop
 
     monkeypatch.setattr("mingpt.slots.encode", slow)
     monkeypatch.setattr(Slots, "finish", finish_late)
-    monkeypatch.setattr(ours, "_begin_image", begin_image)
+    monkeypatch.setattr(Keeper, "begin", begin_late)
     monkeypatch.setattr(ours, "_guard", look)
     ours.fit()
     assert seen == list(range(12))
@@ -598,7 +599,7 @@ def test_images_in_memory_stay_where_the_run_did_not_end_and_none_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = iter(range(10**6))
-    monkeypatch.setattr(_Cadence, "is_due", lambda *_: True)
+    monkeypatch.setattr(Cadence, "is_due", lambda *_: True)
     broken = trainer(
         Broken(lambda idx: next(calls) == 4 * 7), snapshots=snapshots(tmp_path / "kept"),
         ram_dir=folder(tmp_path, "ram"), eval_interval=0,
@@ -640,7 +641,7 @@ def test_images_in_memory_go_after_an_agreed_stop(tmp_path: Path) -> None:
 def test_images_in_memory_are_as_many_as_cost_little_but_one_a_second(
     step_seconds: float, image_seconds: float, expected: set[int]
 ) -> None:
-    cadence, now, cost, step, images = _Cadence(), 100.0, 0.0, 7, []
+    cadence, now, cost, step, images = Cadence(), 100.0, 0.0, 7, []
     for step in range(7, 3000):
         if cadence.is_due(step, now):
             cadence.note(step, now, cost)
@@ -659,7 +660,7 @@ def test_images_in_memory_are_as_many_as_cost_little_but_one_a_second(
 
 
 def test_steps_that_become_slower_do_not_put_an_image_off() -> None:
-    cadence, now, images = _Cadence(), 0.0, []
+    cadence, now, images = Cadence(), 0.0, []
     for step in range(400):
         if cadence.is_due(step, now):
             cadence.note(step, now, 0.005 * len(images))
