@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
+# Few cores: a thread pool in each of several processes makes all of them wait for each other. Before torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from mingpt.lease import Run, open_run
 from mingpt.remote import open_store
 from mingpt.snapshot import Manifest, Saver, Snapshots, look_around, read_manifests
 from mingpt.storage import Store
 
 ROOT = Path(__file__).parent.parent
-
-# Few cores: a thread pool in each of several processes makes all of them wait for each other.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The tests are of what CPUs do, also where there is a GPU: tests/gpu_check.py is for those.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
