@@ -90,9 +90,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def compare(asked: argparse.Namespace, shape: str, batch: int) -> list[dict[str, Any]]:
     """A row for us and one for our rival: each in a process, which does a round when it is its turn."""
     command = [sys.executable, "-m", "mingpt.bench", asked.what, f"--shapes={shape}", f"--batch={batch}"]
-    command += [f"--{name}={getattr(asked, name)}" for name in ("steps", "dtype", "device", "threads")]
-    pipes: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "text": True}
-    processes = {name: Popen([*command, f"--who={name}"], **pipes) for name in filter(None, ["mingpt", asked.against])}
+    command += [*(f"--{name}={getattr(asked, name)}" for name in ("steps", "dtype", "device", "threads")), "--who"]
+    names = filter(None, ["mingpt", asked.against])
+    processes: dict[str, Any] = {name: Popen([*command, name], stdin=PIPE, stdout=PIPE, text=True) for name in names}
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in processes}
     try:
         for name, process in [*processes.items()] * (asked.rounds + 1):
