@@ -136,8 +136,7 @@ def train(argv: Sequence[str], notes: Notes, preflight: bool = False) -> int:
             if trainer.stopped:
                 log.info("stopped on request at step %d; the same command goes on from there", trainer.step)
             # A world that only forms anew has saved nothing here: the sums of an older step would mislead.
-            manifest = trainer.keeper.last_manifest
-            if manifest and manifest.facts["step"] == trainer.step:
+            if (manifest := trainer.keeper.last_manifest) and manifest.facts["step"] == trainer.step:
                 show_balance(trainer, run, past.steps_lost + steps_lost)
                 show_result(config, manifest)
             return STOP_EXIT_CODE if trainer.stopped else 0

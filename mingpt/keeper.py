@@ -37,16 +37,9 @@ class Keeper:
     """
 
     def __init__(
-        self,
-        world: World,
-        metrics: Metrics,
-        stopwatch: Stopwatch,
-        snapshots: Snapshots | None,
-        ram_dir: Path | None,
-        save_interval: int,
-        save_interval_seconds: float,
-        on_error: str,
-    ) -> None:
+        self, world: World, metrics: Metrics, stopwatch: Stopwatch, snapshots: Snapshots | None, ram_dir: Path | None,
+        save_interval: int, save_interval_seconds: float, on_error: str,
+    ) -> None:  # fmt: skip
         self.slots: Slots | None = None  # on the first rank of every node, while the training goes on
         self.saver: Saver | None = None  # on rank 0
         self.last_manifest: Manifest | None = None
@@ -67,10 +60,9 @@ class Keeper:
 
     def open(self, step: int, state: State) -> None:
         """Finds the place for images of `state`, at `step`."""
-        main = self._world.is_main
-        if self._snapshots and (main or (self._world.local_rank == 0 and self._ram_dir)):
+        if self._snapshots and (self._world.is_main or (self._world.local_rank == 0 and self._ram_dir)):
             self.slots = Slots.open(self._ram_dir, self._snapshots.run_id, encoded_size(*state()))
-            self.saver = Saver(self._snapshots, self.slots) if main else None
+            self.saver = Saver(self._snapshots, self.slots) if self._world.is_main else None
         self._durable = step, time.monotonic()
 
     @property
@@ -136,9 +128,10 @@ class Keeper:
             self._wanted = True
             self._saved_at, self._saved_step, self._owed_from = now, step, math.inf
 
-    def owe(self) -> None:
-        """The state is in memory alone: the last save may be lost, and the next an interval away."""
-        if self._save_interval or self._save_interval_seconds:
+    def go_on(self, manifest: Manifest | None, in_memory: bool) -> None:
+        """From what is saved, or `in_memory` alone: then the last save may be lost, and the next an interval away."""
+        self.last_manifest = manifest
+        if in_memory and (self._save_interval or self._save_interval_seconds):
             self._owed_from = 0.0
 
     def collect(self, wait: bool = False, must: bool = False) -> None:

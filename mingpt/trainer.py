@@ -181,11 +181,8 @@ class Trainer:
         self.step = 0
         self.val_loss: float | None = None  # of the weights at `evaluated_step`
         self.best_val_loss: float | None = None
-        self.evaluated_step = -1
-        self.sampled_step = -1
-        self.compiled = False
-        self.stopped = False
-        self._forms_anew = False
+        self.evaluated_step = self.sampled_step = -1
+        self.compiled = self.stopped = self._forms_anew = False
 
         self._control = Control(self.world, ["stop", "leave", "broken", "starved"])
         self._loss: Tensor | None = None
@@ -436,7 +433,6 @@ class Trainer:
         if (score := self._losses.score(loss)) > SPIKE:
             odd = f"the loss of step {self.step} is {loss:.4f}, {score:.0f} standard deviations above the last ones"
             self.metrics.warn("loss_spike", self.step, f"{odd} ({self._samples_of(self.step - 1)})")
-        kept = self.keeper.row(self.step)
         before = self._replayed.get(self.step)
         if before is not None and before != loss and isinstance(self.reduction, ExactReduction):
             log.warning("step %d is not what it was before the restart: loss %r, then %r", self.step, before, loss)
@@ -448,7 +444,7 @@ class Trainer:
             "perf/step_seconds": seconds,
             **mfu,
             "perf/data_wait_share": waiting,
-            **kept,
+            **self.keeper.row(self.step),
             "data/samples_seen": self.grid.samples_seen(self.step),
             "data/tokens_seen": self.grid.samples_seen(self.step) * self.grid.block_size,
             "data/epoch": self.grid.epoch(self.step),
@@ -610,9 +606,7 @@ class Trainer:
         self._skips_told = int(self._skips)
         self._check_alike(owner)
         self._restored = True
-        self.keeper.last_manifest = manifest
-        if state is not None and manifest is None:
-            self.keeper.owe()
+        self.keeper.go_on(manifest, in_memory=state is not None and manifest is None)
         self._replayed = dict(replayed or {})
 
     def _check_alike(self, owner: int) -> None:
