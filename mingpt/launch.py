@@ -153,6 +153,7 @@ class Launcher:
                 signal.signal(number, self._stop)
         os.environ.update(self._environment)  # before torch is loaded, which reads some of it
         import torch.distributed.run  # noqa: F401  once, and not in every agent
+
         if _is_ours(self._options.script):
             self._main = _load(self._options.script)
             if refused := self._preflight():

@@ -229,9 +229,8 @@ class Trainer:
             with nullcontext(signals) if signals else StopSignals() as signals:
                 self._signals, self._notes = signals, notes
                 while self._due_before_step():
-                    self._control.start(
-                        stop=signals.wanted, leave=self._leaves, broken=not self._is_sound(), starved=self._waiting.lasts
-                    )
+                    broken, starved = not self._is_sound(), self._waiting.lasts
+                    self._control.start(stop=signals.wanted, leave=self._leaves, broken=broken, starved=starved)
                     self._stalls.begin(self.step)
                     self._update()
                     self.metrics.progress(self.step, self.max_steps)
