@@ -219,9 +219,11 @@ class Launcher:
         os.environ["MINGPT_AGENT"] = str(os.getpid())  # when it dies before they look, their parent is another
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+        from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, dynamic_rendezvous
         from torch.distributed.launcher.api import elastic_launch
 
+        # A second from one look at the meeting to the next, for thousands of nodes: each recovery would pay two.
+        dynamic_rendezvous._delay = lambda seconds: time.sleep(_POLL_SECONDS)  # type: ignore[attr-defined]
         if self._main and not self._options.nproc_per_node.isdecimal():
             # Counted by another process: workers forked from one that has looked for GPUs could not use them.
             try:
