@@ -388,7 +388,7 @@ def test_a_node_that_waits_outlives_many_hosts(tmp_path: Path, monkeypatch: pyte
     node, ends = launcher(tmp_path), iter([None] * 3 * STARTS + [0])
     clock = itertools.count(0, 2 * LASTING_SECONDS)
     monkeypatch.setattr(node, "_fork", lambda *_: argparse.Namespace(exitcode=1))
-    monkeypatch.setattr(node, "_watch", lambda: next(ends))
+    monkeypatch.setattr(node, "_watch", lambda *_: next(ends))
     monkeypatch.setattr("mingpt.launch.time", argparse.Namespace(monotonic=lambda: next(clock), sleep=lambda _: None))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
