@@ -5,10 +5,8 @@ processes of one host share them. A file carries its tokenizer, so that whoever 
 """
 
 import hashlib
-import itertools
 import json
 import re
-import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -82,30 +80,28 @@ class TokenFile:
 def write_tokens(path: Path, chunks: Iterable[Ids], tokenizer: Tokenizer) -> None:
     """Writes the tokens and their tokenizer as one file, whole or not at all.
 
-    Needs the space twice for a moment. Raises ValueError if there is no token, OSError if it cannot be written.
+    Raises ValueError if there is no token, OSError if it cannot be written.
     """
+    description = {"format": FORMAT, "dtype": tokenizer.dtype.name, "tokenizer": tokenizer.to_dict()}
+
+    def head(count: int, fingerprint: str) -> bytes:
+        header = json.dumps({**description, "count": count, "fingerprint": fingerprint}).encode()
+        return header + b" " * (-(len(_MAGIC) + 8 + len(header)) % _ALIGNMENT)
+
     digest, count = hashlib.sha256(tokenizer.dtype.str.encode()), 0
-    with tempfile.TemporaryFile(dir=path.parent) as body:  # the header comes first and is known last
+    with storage.replacing(path) as file:
+        room = len(head(2**63, digest.hexdigest()))  # it comes first and is known last
+        file.seek(len(_MAGIC) + 8 + room)
         for chunk in chunks:
             raw = np.ascontiguousarray(chunk, dtype=tokenizer.dtype).data
             digest.update(raw)
-            body.write(raw)
+            storage.write_all(file, raw)
             count += len(chunk)
         if not count:
             raise ValueError(f"{path}: no tokens to write")
         digest.update(tokenizer.fingerprint.encode())
-        description = {
-            "format": FORMAT,
-            "dtype": tokenizer.dtype.name,
-            "count": count,
-            "fingerprint": digest.hexdigest(),
-            "tokenizer": tokenizer.to_dict(),
-        }
-        header = json.dumps(description).encode()
-        header += b" " * (-(len(_MAGIC) + 8 + len(header)) % _ALIGNMENT)
-        body.seek(0)
-        head = _MAGIC + len(header).to_bytes(8, "little") + header
-        storage.replace_file(path, itertools.chain([head], iter(lambda: body.read(CHUNK), b"")))
+        file.seek(0)
+        file.write(_MAGIC + room.to_bytes(8, "little") + head(count, digest.hexdigest()).ljust(room))
 
 
 def is_token_file(path: Path) -> bool:

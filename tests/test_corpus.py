@@ -592,8 +592,9 @@ def test_several_processes_prepare_once(prepared_folder: Path, tmp_path: Path) -
 def test_a_killed_preparation_is_made_again(prepared_folder: Path, tmp_path: Path) -> None:
     assert run_processes(["killed"], prepared_folder, tmp_path / "log") == [-signal.SIGKILL]
     cache = prepared_folder / ".mingpt-cache"
-    assert [path.name for path in cache.iterdir()] == [".lock"]
+    assert all(path.suffix == ".tmp" or path.name == ".lock" for path in cache.iterdir())
     assert run_processes(["rank"], prepared_folder, tmp_path / "log") == [0]
+    assert [path.suffix for path in cache.iterdir() if path.name != ".lock"] == [".tokens"], "what it left is gone"
     file = open_corpus(str(prepared_folder), "char")
     assert file.tokenizer.decode(file.tokens) == "text " * 100000
 
