@@ -397,7 +397,7 @@ import os, signal, sys, threading
 from mingpt import documents, prepare, storage
 documents.PIECE = 4000
 trouble = sys.argv[1]
-each, replace_file, encode = prepare._each, storage.replace_file, prepare.encode
+each, write_all, encode = prepare._each, storage.write_all, prepare.encode
 
 def killed_while_encoding(pool, verb, *args):
     for number, result in enumerate(each(pool, verb, *args), 1):
@@ -405,11 +405,10 @@ def killed_while_encoding(pool, verb, *args):
             os.kill(os.getpid(), signal.SIGKILL)
         yield result
 
-def killed_while_writing(path, chunks):
-    def first():
-        yield next(iter(chunks))
+def killed_while_writing(file, data):
+    write_all(file, data)
+    if "train-00001.tokens" in file.name:
         os.kill(os.getpid(), signal.SIGKILL)
-    replace_file(path, first() if path.name == "train-00001.tokens" else chunks)
 
 def hanging(piece, settings, work):
     print("at work", flush=True)
@@ -421,7 +420,7 @@ def killed(piece, settings, work):
 if trouble == "encoding":
     prepare._each = killed_while_encoding
 elif trouble == "writing":
-    storage.replace_file = killed_while_writing
+    storage.write_all = killed_while_writing
 elif trouble in ("hanging", "killed"):
     prepare.encode = globals()[trouble]
 if __name__ == "__main__":
