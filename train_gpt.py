@@ -436,7 +436,7 @@ def open_dashboard(config: Config, run: Run, entries: Sequence[dict[str, Any]]) 
         folder=config.run_dir,
         mode="online" if has_key and config.log.wandb != "offline" else "offline",
         server=server,
-        began=run.began,
+        began=min([run.began, *(entry["time"] for entry in entries)]),  # run.json of an older version does not tell
         earlier=entries,
     )
 

@@ -26,7 +26,6 @@ from mingpt import storage
 from mingpt.faults import redact
 from mingpt.tokenizer import CUT, BPETokenizer, CharTokenizer, Tokenizer, cut, normalize
 from mingpt.tokens import (
-    CHUNK,
     FORMAT,
     INDEX,
     Ids,
@@ -42,6 +41,7 @@ from mingpt.tokens import (
 log = logging.getLogger(__name__)
 
 _TELL = 5.0  # seconds between two lines about a long text
+_CHUNK = 1 << 22  # bytes read at once
 
 Reject = Callable[[str], None]  # what is wrong and where: raises, or lets it be left out
 
@@ -78,7 +78,7 @@ def read_text(uri: str, verb: str = "reading", *, clock: Callable[[], float] = t
         told = started
         with storage.open_read(uri) as file:
             size = storage.size(uri)
-            while chunk := file.read(CHUNK):
+            while chunk := file.read(_CHUNK):
                 yield chunk
                 position += len(chunk)
                 if (now := clock()) - told >= _TELL:
@@ -201,8 +201,9 @@ def _prepare(uri: str, path: Path, kind: str, vocab_size: int) -> None:
 
 
 def _in_threads(function: Callable[[str], Ids], texts: Iterable[str]) -> Iterator[Ids]:
-    """As `map`, a few texts ahead, by as many threads as there are cores: tiktoken and numpy let others run."""
-    with ThreadPoolExecutor(threads := os.cpu_count() or 1) as pool:
+    """As `map`, a few texts ahead and by some threads: tiktoken and numpy let others run."""
+    threads = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
         coming: deque[Future[Ids]] = deque()
         for text in texts:
             coming.append(pool.submit(function, text))
@@ -340,7 +341,7 @@ def _remote_folder(uri: str, cache_gb: float) -> TokenFile:
 def _verified(uri: str, expected: str) -> Iterator[bytes]:
     digest = hashlib.sha256()
     with storage.open_read(uri) as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(_CHUNK):
             digest.update(chunk)
             yield chunk
     if digest.hexdigest() != expected:

@@ -222,7 +222,7 @@ class Launcher:
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, dynamic_rendezvous
         from torch.distributed.launcher.api import elastic_launch
 
-        # A second from one look at the meeting to the next, for thousands of nodes: each recovery would pay two.
+        # Torch looks once a second whether it is time to go on, for thousands of nodes: each recovery would wait.
         dynamic_rendezvous._delay = lambda seconds: time.sleep(_POLL_SECONDS)  # type: ignore[attr-defined]
         if self._main and not self._options.nproc_per_node.isdecimal():
             # Counted by another process: workers forked from one that has looked for GPUs could not use them.
@@ -311,7 +311,8 @@ class Launcher:
                 quiet_since = time.monotonic()
             elif time.monotonic() - quiet_since > QUIET_SECONDS:
                 # A host that is paused, or a machine that is gone without a word, keeps it waiting without an end.
-                if not _answers(endpoint):
+                # Unless it ended meanwhile, or got its workers.
+                if not (_answers(endpoint) or self._child.exitcode is not None or _has_children(self._child.pid)):
                     _say(f"the rendezvous at {endpoint} does not answer")
                     self._child.kill()
                     self._child.join()
@@ -374,7 +375,7 @@ def _is_taken(endpoint: str) -> bool:
 
 def _answers(endpoint: str) -> bool:
     """Whether a rendezvous is alive there. Asked by another process: torch's client waits for an answer without end."""
-    asking = multiprocessing.get_context("fork").Process(target=_ask, args=(endpoint,))
+    asking = multiprocessing.get_context("fork").Process(target=_ask, args=(endpoint, os.getpid()))
     asking.start()
     asking.join(ANSWER_SECONDS)
     answered = asking.exitcode == 0
@@ -383,9 +384,9 @@ def _answers(endpoint: str) -> bool:
     return answered
 
 
-def _ask(endpoint: str) -> None:
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+def _ask(endpoint: str, launcher: int) -> None:
+    os.setsid()  # a Ctrl-C is no answer
+    _settle("mingpt-ask", launcher, _SIGNALS)
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, _, port = endpoint.rpartition(":")
@@ -468,11 +469,9 @@ def _say(text: str) -> None:
 
 
 def _load(script: str) -> Callable[[], int]:
-    """Our script's `main`, with all that it and an agent import; this process has one thread still, and may fork."""
+    """Our script's `main`, with all that it imports; this process has one thread still, and may fork."""
     sys.path.insert(0, str(Path(script).resolve().parent))
     main = runpy.run_path(script, run_name="mingpt.launched")["main"]
-    import torch.distributed.launcher.api  # noqa: F401
-
     # A worker that ended is one line, as torchrun itself has it, and no traceback of the agent's.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_without_traceback)
     return main  # type: ignore[no-any-return]

@@ -373,7 +373,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes the temporary files that a killed `replace_file` left in `folder`; the caller is its only writer."""
+    """Removes the temporary files that a killed `replacing` left in `folder`; the caller is its only writer."""
     for name in os.listdir(folder):
         if re.fullmatch(r"\..+\.[0-9a-f]{8}\.tmp", name):
             (folder / name).unlink(missing_ok=True)

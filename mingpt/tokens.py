@@ -24,7 +24,6 @@ Ids = NDArray[np.unsignedinteger]
 _MAGIC = b"MINGPTOK"  # then the header's length (uint64), the header (JSON, padded), and the tokens, all little-endian
 FORMAT = 1
 _ALIGNMENT = 64  # bytes; where the tokens start
-CHUNK = 1 << 22  # bytes read at once: of what is larger than memory
 
 
 class Shards:
@@ -101,7 +100,7 @@ def write_tokens(path: Path, chunks: Iterable[Ids], tokenizer: Tokenizer) -> Non
             raise ValueError(f"{path}: no tokens to write")
         digest.update(tokenizer.fingerprint.encode())
         file.seek(0)
-        file.write(_MAGIC + room.to_bytes(8, "little") + head(count, digest.hexdigest()).ljust(room))
+        storage.write_all(file, _MAGIC + room.to_bytes(8, "little") + head(count, digest.hexdigest()).ljust(room))
 
 
 def is_token_file(path: Path) -> bool:

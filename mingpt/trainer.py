@@ -156,9 +156,16 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=dtype == torch.float16)
         self.reduction = self._make_reduction(reduction)
         self.metrics = metrics if metrics and self.world.is_main else Metrics()
-        self._clock = Stopwatch()
+        self._stopwatch = Stopwatch()
         self.keeper = Keeper(
-            self.world, self.metrics, self._clock, snapshots, ram_dir, save_interval, save_interval_seconds, on_error
+            self.world,
+            self.metrics,
+            self._stopwatch,
+            snapshots,
+            ram_dir,
+            save_interval,
+            save_interval_seconds,
+            on_error,
         )
         self.max_steps = max_steps
 
@@ -223,7 +230,7 @@ class Trainer:
         self.keeper.open(self.step, self._state)
         distributed.seed_all(mix(self._seed, self.step))
         self._first_step = self.step
-        self._clock.lap(self.step)  # the first one begins
+        self._stopwatch.lap(self.step)  # the first one begins
         self._stalls = StallWatch(self._stall_seconds, self._logs, self.world.rank, self.metrics)
         try:
             with nullcontext(signals) if signals else StopSignals() as signals:
@@ -291,7 +298,7 @@ class Trainer:
         if self.step > self._first_step and self._is_log_due(self.step):
             row = self._log()
         self._stalls.end()
-        with self._clock.paused():
+        with self._stopwatch.paused():
             improved = False
             if self.validation and (end or self._is_eval_due()) and not self.stopped:
                 improved = self._evaluate(row)
@@ -407,7 +414,7 @@ class Trainer:
         if self.world.is_main:
             assert self._loss is not None, "it is summed in every step whose row is due"
             loss, norm = float(self._loss), float(self._grad_norm)
-        steps, seconds = self._clock.lap(self.step)
+        steps, seconds = self._stopwatch.lap(self.step)
         self.ledger.note(self.step, seconds)  # by every rank: rank 0 may be the one that is lost
         waiting = self._waiting.note(self.batches.waited_seconds, steps * seconds)
         if not self.world.is_main:
@@ -471,7 +478,7 @@ class Trainer:
         """Some rank waits for data, and all others for it: the one that waits longest is named."""
         shares = distributed.gather_json(self.world, self._waiting.share)
         rank = shares.index(max(shares))
-        place = f" on rank {rank} ({distributed.hosts(self.world)[rank]})" if rank else ""
+        place = f" on rank {rank} ({distributed.hosts(self.world)[rank]})" if self.world.world_size > 1 else ""
         if self.world.is_main:
             message = f"{shares[rank]:.0%} of a step is waiting for data.path{place}: give it a faster disk"
             self.metrics.warn("starved", self.step, message)

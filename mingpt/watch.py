@@ -87,6 +87,7 @@ class Waiting:
 
     @property
     def lasts(self) -> bool:
+        """Whether it was too large in the last rows."""
         return self._rows >= STARVED_ROWS
 
 

@@ -30,7 +30,7 @@ from mingpt.config import Config, DataSection
 from mingpt.corpus import open_corpus
 from mingpt.data import Batches, Validation
 from mingpt.grid import Grid
-from mingpt.tokenizer import BPETokenizer, CharTokenizer, cut
+from mingpt.tokenizer import CUT, BPETokenizer, CharTokenizer, cut
 from mingpt.tokens import open_tokens
 
 CPU = torch.device("cpu")
@@ -148,7 +148,7 @@ def text_of(path: Path, raw: bytes) -> str:
 )
 @pytest.mark.parametrize("chunk", [3, 4, 5, 1 << 22])
 def test_one_rule_for_texts(tmp_path: Path, raw: bytes, text: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "CHUNK", chunk)  # so that borders cut characters and line ends in two
+    monkeypatch.setattr(corpus, "_CHUNK", chunk)  # so that borders cut characters and line ends in two
     assert text_of(tmp_path / "x.txt", raw) == text
 
 
@@ -157,7 +157,7 @@ def test_one_rule_for_texts(tmp_path: Path, raw: bytes, text: str, chunk: int, m
 def test_the_first_wrong_byte_is_named(raw: bytes, chunk: int) -> None:
     fsspec.filesystem("memory").pipe("/wrong.txt", raw)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "CHUNK", chunk)
+        patch.setattr(corpus, "_CHUNK", chunk)
         try:
             expected = raw.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -196,7 +196,7 @@ def test_a_long_text_tells_how_far_it_is(
     raw = b"a" * 8_000_000
     (tmp_path / "x.txt").write_bytes(raw)
     fsspec.filesystem("memory").pipe("/folder/x.txt", raw)
-    monkeypatch.setattr(corpus, "CHUNK", 1_000_000)
+    monkeypatch.setattr(corpus, "_CHUNK", 1_000_000)
     if not size:  # a driver that does not know it
         monkeypatch.setattr(storage, "size", lambda uri: 0)
     caplog.set_level(logging.INFO, "mingpt")
@@ -592,7 +592,7 @@ def test_several_processes_prepare_once(prepared_folder: Path, tmp_path: Path) -
 def test_a_killed_preparation_is_made_again(prepared_folder: Path, tmp_path: Path) -> None:
     assert run_processes(["killed"], prepared_folder, tmp_path / "log") == [-signal.SIGKILL]
     cache = prepared_folder / ".mingpt-cache"
-    assert all(path.suffix == ".tmp" or path.name == ".lock" for path in cache.iterdir())
+    assert sorted(path.suffix for path in cache.iterdir()) == ["", ".tmp"]
     assert run_processes(["rank"], prepared_folder, tmp_path / "log") == [0]
     assert [path.suffix for path in cache.iterdir() if path.name != ".lock"] == [".tokens"], "what it left is gone"
     file = open_corpus(str(prepared_folder), "char")
@@ -642,3 +642,10 @@ def test_a_folder_whose_prepare_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "prepare.py").write_text("import sys; sys.exit('no index: give a file')", encoding="utf-8")
     with pytest.raises(ChildProcessError, match=r"made no input\.txt: no index: give a file"):
         open_corpus(str(tmp_path), "char")
+
+
+def test_pieces_that_are_encoded_at_once_keep_their_order(tmp_path: Path) -> None:
+    text = "".join(f"{i} " for i in range(2 * CUT // 5))
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    file = open_corpus(str(tmp_path / "text.txt"), "char")
+    assert file.tokenizer.decode(file.tokens) == text

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,10 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT, Runs, free_port
 
 from mingpt.elastic import STOP_EXIT_CODE, Notes
-from mingpt.launch import _SIGNALS, LASTING_SECONDS, STARTS, Launcher, _parse, _tell_loop, main
+from mingpt.launch import (
+    _SIGNALS,
+    LASTING_SECONDS,
+    STARTS,
+    Launcher,
+    _answers,
+    _is_taken,
+    _parse,
+    _tell_loop,
+    main,
+)
 
 # Without an end: the training stops where the test says, and a run of just so many steps must come to the same bits.
 ENDLESS = {
@@ -341,6 +353,36 @@ def test_a_signal_that_comes_while_an_agent_starts_is_not_lost(tmp_path: Path, w
         for number, handler in before.items():
             signal.signal(number, handler)
     assert node._child and not node._child.is_alive()
+
+
+def test_a_rendezvous_answers_and_a_listener_that_is_paused_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert _answers(f"127.0.0.1:{store.port}")
+    monkeypatch.setattr("mingpt.launch.ANSWER_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert _is_taken(endpoint) and not _answers(endpoint)
+    assert not _is_taken(endpoint) and not _answers(endpoint)
+
+
+@pytest.mark.parametrize("outcome", ["ends", "is silent"])
+def test_an_agent_whose_rendezvous_is_silent_is_left_unless_it_has_ended(
+    tmp_path: Path, outcome: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = launcher(tmp_path)
+    agent = node._fork("agent", lambda: time.sleep(0.5 if outcome == "ends" else 60))  # type: ignore[arg-type]
+
+    def asked(_: str) -> bool:
+        if outcome == "ends":
+            agent.join()
+        return False
+
+    monkeypatch.setattr("mingpt.launch.QUIET_SECONDS", 0.1)
+    monkeypatch.setattr("mingpt.launch._answers", asked)
+    code = node._watch("far:1")
+    said = "the rendezvous at far:1 does not answer\n"
+    assert (code, capsys.readouterr().err) == ((0, "") if outcome == "ends" else (None, said))
+    assert not agent.is_alive()
 
 
 def test_a_look_at_the_node_that_is_killed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
