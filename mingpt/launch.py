@@ -316,7 +316,9 @@ class Launcher:
                     _say(f"the rendezvous at {endpoint} does not answer")
                     self._child.kill()
                     self._child.join()
-                    return None
+                    if self._stopping_since is None:
+                        return None
+                    return 1 if self._notes.failures() else STOP_EXIT_CODE  # its workers had left by themselves
                 quiet_since = time.monotonic()
             if self._stopping_since is None:
                 if verdict := self._notes.verdict():

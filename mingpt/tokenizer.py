@@ -142,7 +142,7 @@ class CharTokenizer:
         Raises ValueError that names each character without an id, where it first stands, and what to do.
         """
         if text.isascii() and _NO_ID not in (ids_of_ascii := text.encode("ascii").translate(self._ascii_ids)):
-            return np.frombuffer(ids_of_ascii, np.uint8).astype(self.dtype)  # ten times as fast
+            return np.frombuffer(ids_of_ascii, np.uint8).astype(self.dtype)  # preparing takes a fifth less
         ids = self._ids.take(_code_points(text), mode="clip")
         unknown = {text[i]: int(i) for i in np.flatnonzero(ids == self.vocab_size)[::-1]}  # the first place wins
         if unknown:

@@ -365,7 +365,7 @@ def test_a_rendezvous_answers_and_a_listener_that_is_paused_does_not(monkeypatch
     assert not _is_taken(endpoint) and not _answers(endpoint)
 
 
-@pytest.mark.parametrize("outcome", ["ends", "is silent"])
+@pytest.mark.parametrize("outcome", ["ends", "is silent", "was to stop"])
 def test_an_agent_whose_rendezvous_is_silent_is_left_unless_it_has_ended(
     tmp_path: Path, outcome: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,11 +377,14 @@ def test_an_agent_whose_rendezvous_is_silent_is_left_unless_it_has_ended(
             agent.join()
         return False
 
+    if outcome == "was to stop":
+        node._stopping_since = time.monotonic()
     monkeypatch.setattr("mingpt.launch.QUIET_SECONDS", 0.1)
     monkeypatch.setattr("mingpt.launch._answers", asked)
     code = node._watch("far:1")
     said = "the rendezvous at far:1 does not answer\n"
-    assert (code, capsys.readouterr().err) == ((0, "") if outcome == "ends" else (None, said))
+    expected = {"ends": (0, ""), "is silent": (None, said), "was to stop": (STOP_EXIT_CODE, said)}
+    assert (code, capsys.readouterr().err) == expected[outcome]
     assert not agent.is_alive()
 
 
