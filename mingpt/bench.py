@@ -11,6 +11,7 @@ from mingpt import distributed  # first: it does what cannot wait until torch is
 # isort: split
 import argparse
 import json
+import os
 import resource
 import sys
 import time
@@ -92,8 +93,11 @@ def compare(asked: argparse.Namespace, shape: str, batch: int) -> list[dict[str,
     """A row for us and one for our rival: each in a process, which does a round when it is its turn."""
     command = [sys.executable, "-m", "mingpt.bench", asked.what, f"--shapes={shape}", f"--batch={batch}"]
     command += [*(f"--{name}={getattr(asked, name)}" for name in ("steps", "dtype", "device", "threads")), "--who"]
-    names = filter(None, ["mingpt", asked.against])
-    processes: dict[str, Any] = {name: Popen([*command, name], stdin=PIPE, stdout=PIPE, text=True) for name in names}
+    processes: dict[str, Any] = {}
+    for name in filter(None, ["mingpt", asked.against]):
+        # GNU OpenMP's own number for the others, not the one that importing mingpt sets.
+        environment = os.environ if name == "mingpt" else {**os.environ, "GOMP_SPINCOUNT": "300000"}
+        processes[name] = Popen([*command, name], stdin=PIPE, stdout=PIPE, text=True, env=environment)
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in processes}
     try:
         for name, process in [*processes.items()] * (asked.rounds + 1):

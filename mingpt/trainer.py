@@ -223,6 +223,7 @@ class Trainer:
         `signals` are the caller's, where it has them in hand already, `notes` are for the launcher.
         Raises ArithmeticError where the loss or the gradient is not finite, OSError where the last snapshot fails.
         """
+        distributed.keep_freed_memory()
         if not self._restored:
             self.restore(None)  # every rank has rank 0's weights, whatever each of them was given
         if self._compile:

@@ -1,5 +1,6 @@
 """How a world forms, without processes."""
 
+import platform
 import subprocess
 import sys
 import threading
@@ -69,3 +70,28 @@ def test_no_thread_of_the_process_group_outlives_it() -> None:
     )
     before, after = done.stdout.split("left")
     assert "gloo" in before and "gloo" not in after
+
+
+FREES = """
+from mingpt import distributed
+import resource
+import torch
+
+distributed.keep_freed_memory()
+
+def step():
+    return [torch.ones(2**18 * i).sum() for i in (1, 8, 3, 27, 2)]  # 1 to 27 MB
+
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of glibc")
+def test_memory_that_a_step_frees_is_there_for_the_next_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FREES], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 1000  # pages of 4 kB; all of them would be 10,000

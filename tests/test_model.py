@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mingpt.model
-from mingpt.model import GPT, PRESETS, Cache, GPTConfig, Linear, attend, check_causal, sample_token
+from mingpt.model import GPT, PRESETS, Cache, GPTConfig, Linear, attend, check_causal, gelu, sample_token
 
 VOCAB, BLOCK = 61, 16  # 61 is padded to 64
 
@@ -360,26 +360,43 @@ def test_the_cache_saves_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert widths == [BLOCK - 3, 1, 1, 1, BLOCK, BLOCK]  # position 16 is outside the block: the window slides
 
 
+@pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (2, 2**17 + 1)])
+def test_gelu_and_its_gradient_are_torchs(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(5)
+    x = (3 * torch.randn(shape)).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    value, expected = gelu(x), nn.functional.gelu(exact, approximate="tanh")
+    assert "TanhGELU" in str(value.grad_fn)
+    (gradient,), (slope,) = (torch.autograd.grad(y.sin().sum(), at) for y, at in ((value, x), (expected, exact)))
+    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), slope, rtol=1e-5, atol=3e-6)
+    for other in (x.detach(), x.bfloat16(), x.double()):
+        assert torch.equal(gelu(other), nn.functional.gelu(other, approximate="tanh"))
+    far = torch.tensor([-math.inf, -1e30, -40.0, 0.0, 40.0, 1e30, math.nan], requires_grad=True)
+    torch.testing.assert_close(gelu(far), nn.functional.gelu(far, approximate="tanh"), equal_nan=True)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
 def test_a_few_rows_are_divided_among_threads(bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     products: list[tuple[int, ...]] = []
-    bmm: Callable[..., Tensor] = torch.bmm
+    name = "baddbmm" if bias else "bmm"
+    product: Callable[..., Tensor] = getattr(torch, name)
 
-    def counting(rows: Tensor, weight: Tensor) -> Tensor:
-        products.append((*rows.shape, weight.size(2)))
-        return bmm(rows, weight)
+    def counting(*arguments: Tensor) -> Tensor:
+        products.append((*arguments[-2].shape, arguments[-1].size(2)))
+        return product(*arguments)
 
-    monkeypatch.setattr(torch, "bmm", counting)
+    monkeypatch.setattr(torch, name, counting)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(3)
     linear = Linear(8, 12, bias=bias)
     for shape in ((8,), (1, 1, 8), (2, 8, 8), (17, 8)):
         x = torch.randn(*shape)
         torch.testing.assert_close(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
-    parts = {1: 1, 2: 2, 3: 3, 4: 4, 7: 1}[threads]  # 12 outputs
-    expected = [] if parts == 1 else [(parts, rows, 8, 12 // parts) for rows in (1, 1, 16)]  # 17 rows are not few
+    parts = 12 if threads == 3 else 4  # of 12 outputs, by up to four parts a thread
+    expected = [(parts, rows, 8, 12 // parts) for rows in (1, 1, 16)]  # 17 rows are not few
     assert products == expected
     with torch.enable_grad():
         linear(torch.randn(1, 8)).sum().backward()  # training is torch's own
@@ -544,5 +561,6 @@ def test_generation_has_no_dropout_and_leaves_the_mode_alone(training: bool) -> 
     first = next(made)
     assert model.training == training  # though this reader never comes to the end
     assert torch.is_grad_enabled()
+    assert not first.is_inference()  # could be trained on
     assert torch.equal(torch.stack([first, *made], dim=1), greedy_without_cache(plain, idx, 30))
     assert model.training == training
