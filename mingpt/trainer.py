@@ -229,7 +229,7 @@ class Trainer:
         if self._compile:
             self._warm_up()
         self.keeper.open(self.step, self._state)
-        distributed.seed_all(mix(self._seed, self.step))
+        distributed.seed_all(mix(self._seed, self.step), self.world.device)
         self._first_step = self.step
         self._stopwatch.lap(self.step)  # the first one begins
         self._stalls = StallWatch(self._stall_seconds, self._logs, self.world.rank, self.metrics)
@@ -263,7 +263,8 @@ class Trainer:
         cells = self.batches.cells(self.step, self.share)
         self.reduction.begin()
         for cell, (idx, targets) in zip(self.share, cells, strict=True):
-            distributed.seed_all(mix(self._seed, self.step, cell))  # dropout does not know who runs it
+            # Dropout does not know who runs it.
+            distributed.seed_all(mix(self._seed, self.step, cell), self.world.device)
             with self.reduction.cell(last=cell == self.share[-1]):
                 with self._autocast():
                     loss = loss_of(self.reduction.module(idx, targets))
@@ -277,7 +278,8 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.step += 1
-        distributed.seed_all(mix(self._seed, self.step))  # whoever draws now draws the same on every rank
+        # Whoever draws now draws the same on every rank.
+        distributed.seed_all(mix(self._seed, self.step), self.world.device)
 
     def _due_before_step(self) -> bool:
         """Does what is due at `step`; False when the training ends here. In this order a kill anywhere is harmless."""
