@@ -11,7 +11,6 @@ from mingpt import distributed  # first: it does what cannot wait until torch is
 # isort: split
 import argparse
 import json
-import os
 import resource
 import sys
 import time
@@ -95,8 +94,7 @@ def compare(asked: argparse.Namespace, shape: str, batch: int) -> list[dict[str,
     command += [*(f"--{name}={getattr(asked, name)}" for name in ("steps", "dtype", "device", "threads")), "--who"]
     processes: dict[str, Any] = {}
     for name in filter(None, ["mingpt", asked.against]):
-        # GNU OpenMP's own number for the others, not the one that importing mingpt sets.
-        environment = os.environ if name == "mingpt" else {**os.environ, "GOMP_SPINCOUNT": "300000"}
+        environment = None if name == "mingpt" else distributed.environment_of_others()
         processes[name] = Popen([*command, name], stdin=PIPE, stdout=PIPE, text=True, env=environment)
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in processes}
     try:

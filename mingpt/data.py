@@ -83,7 +83,8 @@ class Validation:
         """(idx, targets) of cell `i`, int64, (at most micro_batch_size, block_size), in the last cell maybe shorter."""
         starts = self._cells[i]
         length = min(self._block_size, len(self._tokens) - 1 - int(starts[0]))
-        rows = _rows(self._tokens, starts, length).to(device)
+        rows = _rows(self._tokens, starts, length)
+        rows = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 

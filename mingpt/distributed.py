@@ -27,6 +27,7 @@ def die_with_parent() -> None:
 die_with_parent()
 # GNU OpenMP's threads wait for each other by spinning; with any other load on the cores that costs up to 25 times the
 # work (seen: 400 instead of 9,000 tokens/s), a short spin at most 8 % (on idle cores).
+_SPINS_FOUND = os.environ.get("GOMP_SPINCOUNT", "300000")  # GNU OpenMP's own number
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import json
@@ -225,15 +226,27 @@ def set_threads(num_threads: int, world: World) -> int:
     return num_threads
 
 
+def environment_of_others() -> dict[str, str]:
+    """The environment for a process that is compared with ours: without what this module set for torch."""
+    return {**os.environ, "GOMP_SPINCOUNT": _SPINS_FOUND}
+
+
 def keep_freed_memory() -> None:
     """Lets glibc keep what a step frees for the next one: else the kernel clears the same pages for each step anew.
 
     Seen: some 5 % of a step. Blocks of more than 32 MB go back as ever: kept ones would not always be found again.
     """
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl has none
+    wanted = {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
+    if not wanted and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl and macOS have none
         m_trim_threshold, m_mmap_threshold = -1, -3
         libc.mallopt(m_mmap_threshold, 32 * 2**20)  # glibc's most; it would get there by itself, but for the next line
         libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def free_kept_memory() -> None:
+    """Gives back what `keep_freed_memory` kept."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 class UnlikeError(ValueError):

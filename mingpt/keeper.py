@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mingpt.distributed import World
@@ -105,6 +106,9 @@ class Keeper:
         started = time.perf_counter()
         with self._stopwatch.paused() if self._world.device.type == "cpu" else nullcontext():
             yield
+        device = self._world.device
+        if device.type == "cuda" and not torch.cuda.current_stream(device).query():
+            return  # the host waited, and the device, which is behind it, did not
         seconds = time.perf_counter() - started
         self._cost += seconds
         self._kept["perf/snapshot_stall_seconds" if self._wanted else "perf/ram_image_seconds"] += seconds

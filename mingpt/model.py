@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 PRESETS: dict[str, dict[str, int]] = {
@@ -97,7 +96,8 @@ class Linear(nn.Linear):
     FEW = 16  # rows; more are divided well by the library itself
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.numel() > self.FEW * self.in_features or x.device.type != "cpu":
+        few = x.device.type == "cpu" and x.numel() <= self.FEW * self.in_features
+        if not few or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(x)
         parts = math.gcd(self.out_features, 4 * torch.get_num_threads())
         rows, weight = x.reshape(1, -1, self.in_features), self.weight.view(parts, -1, self.in_features)
@@ -109,7 +109,9 @@ class Linear(nn.Linear):
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """Attention (B, n_head, T, head size), causal where `mask` is None, by the kernel that suits device and shape."""
     T = q.size(2)
-    causal = mask is None and T > 1  # a single query is the last token, which may see all keys
+    causal = False
+    if mask is None and T > 1:  # a single query is the last token; a branch, as a compiler may not know T
+        causal = True
     if causal and q.dtype == torch.bfloat16 and q.device.type == "cpu" and T <= EXPLICIT_UP_TO and CPU_HAS_BFLOAT16:
         # torch's own kernel for bfloat16 on CPUs leaves the units for matrix products idle at this length.
         future = torch.full((T, T), -math.inf, device=q.device).triu(1)
@@ -140,31 +142,40 @@ class CausalSelfAttention(nn.Module):
 class TanhGELU(torch.autograd.Function):
     """GELU in GPT-2's form, x (1 + tanh u) / 2 = x sigmoid(2 u) (Hendrycks and Gimpel 2016), and its derivative.
 
-    torch's own takes three times as long on CPUs, because of the tanh: a tenth of a small model's step.
+    torch's own takes nearly twice as long on CPUs, because of the tanh: up to a tenth of a small model's step.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
         y, derivative = torch.empty_like(x), torch.empty_like(x)
-        a, b = math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715  # 2 u = a x + b x^3
+        a, b = math.sqrt(8 / math.pi), 0.044715  # 2 u = a w, with w = x + b x^3
         for part, value, slope in zip(*(each.view(-1).split(2**17) for each in (x, y, derivative)), strict=True):
-            square = part * part  # pieces that stay in the caches
-            s = (square * b).add_(a).mul_(part).sigmoid_()
+            w = torch.addcmul(part, part, part * part, value=b, out=slope)  # pieces that stay in the caches
+            s = (w * a).sigmoid_()
             torch.mul(part, s, out=value)
-            torch.addcmul(s, (1 - s).mul_(value), square.mul_(3 * b).add_(a), out=slope)
+            # dy/dx = s + s (1 - s) a (x + 3 b x^3), which is s + s (1 - s) 3 a (w - 2/3 x)
+            torch.addcmul(s, torch.addcmul(s, s, s, value=-1), w.sub_(part, alpha=2 / 3), value=3 * a, out=slope)
         ctx.save_for_backward(derivative)
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        differentiated_once()
         derivative: Tensor = ctx.saved_tensors[0]
         return grad * derivative
 
 
+def differentiated_once() -> None:
+    """For a backward that has no derivative of its own: torch would take it for a constant, and say nothing."""
+    if torch.is_grad_enabled():  # create_graph=True
+        raise RuntimeError("mingpt's GPT has no second derivatives in this dtype on this device; take model.double()")
+
+
 def gelu(x: Tensor) -> Tensor:
     """GELU in the form that GPT-2's weights were trained with, by the kernel that suits device and dtype."""
-    if x.device.type == "cpu" and x.dtype == torch.float32 and x.requires_grad and not torch.compiler.is_compiling():
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if x.device.type == "cpu" and x.dtype == torch.float32 and x.requires_grad and not transformed:
         y: Tensor = TanhGELU.apply(x)  # type: ignore[no-untyped-call]
         return y
     return F.gelu(x, approximate="tanh")
@@ -267,6 +278,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        differentiated_once()
         dx, dweight = ctx.saved_tensors
         grad = grad / len(dx)
         return (dx * grad).to(dx.dtype), (dweight * grad).to(ctx.dtype), None, None, None
@@ -303,6 +315,7 @@ class GPT(nn.Module):
         x = self.transformer(idx)
         if targets is not None and (most := LOGITS_AT_ONCE.get(idx.device.type)):
             rows = math.ceil(most / self.config.padded_vocab_size)
+            rows -= rows % 128 if rows > 128 else 0  # whole tiles of a GPU's matrix units
             head, vocab_size = self.lm_head.weight, self.config.vocab_size
             if not torch.is_grad_enabled():
                 head = head.detach()  # a Function is not told, and would make the gradient in an evaluation too
@@ -383,8 +396,7 @@ class GPT(nn.Module):
         fresh = context  # what the caches have not seen
         caches = [Cache(block_size) for _ in self.transformer.h]
         for length in range(longest, longest + max_new_tokens):
-            # For each token, not once: a reader may stop here, train between two tokens, and shall get plain tensors.
-            with evaluating(self), torch.inference_mode():
+            with evaluating(self):  # for each token, not once: a reader may stop here, or train between two tokens
                 if length <= block_size:
                     x = self.transformer(fresh, caches, padding if ragged else None)
                 else:

@@ -189,8 +189,8 @@ class Slots:
     ) -> tuple[Tensor, bool]:
         started = time.thread_time()
         if self._stream:
-            self._register()
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream):  # which chooses the device, of this thread too
+                self._register()
                 data = encode(tensors, metadata, place, non_blocking=True)
             self._stream.synchronize()
         else:

@@ -652,6 +652,7 @@ class Trainer:
         if reduction := self.__dict__.pop("reduction", None):
             reduction.close()
         gc.collect()
+        distributed.free_kept_memory()
 
 
 def loss_of(output: object) -> Tensor:

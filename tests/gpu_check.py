@@ -98,7 +98,7 @@ def told(rate: float, shape: str) -> str:
 def exact_cost(folder: Path) -> str:
     """The speed of exact reduction, and how it compares with fast, neither of them compiled."""
     exact, fast = median_rate(folder, "gpt2-calm"), median_rate(folder, "fast")
-    return f"{told(exact, 'gpt2')}, {exact / fast:.2f} of fast"
+    return f"{exact:,.0f} tokens/s, {exact / fast:.2f} of fast"
 
 
 def killed_and_resumed(folder: Path, name: str, settings: list[str], kill_at: int) -> str:
@@ -165,8 +165,9 @@ def sampled(folder: Path, name: str) -> str:
 def trained(folder: Path, name: str, *settings: str) -> str:
     output = run(folder, name, *settings, "--dtype=bfloat16")
     assert "does not work here" not in output, output[-2000:]
-    rate = median_rate(folder, name)
-    return f"{rate:,.0f} tokens/s" if "small" in name else told(rate, "gpt2")
+    said = f"{median_rate(folder, name):,.0f} tokens/s"
+    shares = [row["perf/mfu"] for row in rows(folder, name)[2:] if "perf/mfu" in row]  # of a small vocabulary
+    return said if "small" in name or not shares else f"{said}, MFU {statistics.median(shares):.1%}"
 
 
 def benchmarked(shape: str, *rivals: str) -> str:

@@ -80,7 +80,7 @@ import torch
 distributed.keep_freed_memory()
 
 def step():
-    return [torch.ones(2**18 * i).sum() for i in (1, 8, 3, 27, 2)]  # 1 to 27 MB
+    held = [torch.ones(2**18) for _ in range(100)]  # of 1 MB each
 
 step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -94,4 +94,4 @@ def test_memory_that_a_step_frees_is_there_for_the_next_one() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FREES], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) < 1000  # pages of 4 kB; all of them would be 10,000
+    assert int(done.stdout) < 5000  # pages of 4 kB; all of them would be 25,600

@@ -148,6 +148,19 @@ def test_logits_in_parts_give_the_same_loss_and_gradients(dtype: torch.dtype, mo
     assert (others["transformer.wte.weight"][VOCAB:] == 0).all()
 
 
+def test_second_derivatives_are_right_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(n_layer=1)
+    idx, bias = random_ids(2, BLOCK), model.transformer.h[0].mlp.c_fc.bias
+    with pytest.raises(RuntimeError, match=r"no second derivatives .* model\.double"):
+        torch.autograd.grad(model(idx, idx)[1], bias, create_graph=True)
+    model.double()
+    (first,) = torch.autograd.grad(model(idx, idx)[1], bias, create_graph=True)
+    assert torch.autograd.grad(first.square().sum(), bias)[0].abs().sum() > 0
+    monkeypatch.setattr(mingpt.model, "LOGITS_AT_ONCE", {"cpu": 64 * 20})
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(model(idx, idx)[1], bias, create_graph=True)
+
+
 def test_logits_in_parts_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mingpt.model, "LOGITS_AT_ONCE", {"cpu": 64 * 20})
     idx, losses = random_ids(3, BLOCK), []
@@ -372,6 +385,11 @@ def test_gelu_and_its_gradient_are_torchs(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(gradient.double(), slope, rtol=1e-5, atol=3e-6)
     for other in (x.detach(), x.bfloat16(), x.double()):
         assert torch.equal(gelu(other), nn.functional.gelu(other, approximate="tanh"))
+    torch.testing.assert_close(gelu(x.unsqueeze(0).mT), value.unsqueeze(0).mT)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(gelu(x).sum(), x, create_graph=True)
+    slopes = torch.func.grad(lambda x: gelu(x).sin().sum())(x.detach())
+    torch.testing.assert_close(slopes.double(), slope, rtol=1e-5, atol=3e-6)
     far = torch.tensor([-math.inf, -1e30, -40.0, 0.0, 40.0, 1e30, math.nan], requires_grad=True)
     torch.testing.assert_close(gelu(far), nn.functional.gelu(far, approximate="tanh"), equal_nan=True)
 
@@ -561,6 +579,5 @@ def test_generation_has_no_dropout_and_leaves_the_mode_alone(training: bool) -> 
     first = next(made)
     assert model.training == training  # though this reader never comes to the end
     assert torch.is_grad_enabled()
-    assert not first.is_inference()  # could be trained on
     assert torch.equal(torch.stack([first, *made], dim=1), greedy_without_cache(plain, idx, 30))
     assert model.training == training
