@@ -254,7 +254,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         wanted = any(ctx.needs_input_grad)
-        total = torch.zeros((), device=x.device)
+        total, known = torch.zeros((), device=x.device), targets != -100  # which torch's own passes over
         with torch.autocast(kind, enabled=False):
             hidden, head = x.to(dtype), weight.to(dtype)
             if wanted:
@@ -267,20 +267,21 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 total += F.nll_loss(logprobs, targets[part], reduction="sum")
                 if wanted:
                     gradient = logprobs.exp_()
-                    gradient.scatter_add_(1, targets[part, None], gradient.new_full((len(gradient), 1), -1.0))
-                    gradient = gradient.to(dtype)
+                    at = targets[part, None].clamp(min=0)
+                    gradient.scatter_add_(1, at, gradient.new_full((len(gradient), 1), -1.0))
+                    gradient = gradient.mul_(known[part, None]).to(dtype)
                     dx[part] = gradient @ head
                     dweight += gradient.t() @ hidden[part]
         if wanted:
-            ctx.save_for_backward(dx, dweight)
+            ctx.save_for_backward(dx, dweight, known.sum())
         ctx.dtype = weight.dtype
-        return total / len(x)
+        return total / known.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         differentiated_once()
-        dx, dweight = ctx.saved_tensors
-        grad = grad / len(dx)
+        dx, dweight, count = ctx.saved_tensors
+        grad = grad / count
         return (dx * grad).to(dx.dtype), (dweight * grad).to(ctx.dtype), None, None, None
 
 
