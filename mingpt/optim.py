@@ -47,9 +47,13 @@ class AdamW:
     are made here and not in the first update, so that a state has the same tensors at every step.
     """
 
+    # A GradScaler sets both on the object for its step, and deletes them; it does not wait for the device then.
+    found_inf: Tensor | None = None  # 1.0: the next update changes nothing; the fused kernels look at it
+    grad_scale: Tensor | None = None
+    _step_supports_amp_scaling = True
+
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
         self.param_groups = [{"lr": lr, **group} for group in groups]
-        self.found_inf: Tensor | None = None  # 1.0: the next update changes nothing; the fused kernels look at it
         self.state = {
             p: {
                 "step": torch.zeros((), dtype=torch.float32, device=p.device),
@@ -75,6 +79,7 @@ class AdamW:
                 [],
                 [state["step"] for state in states],
                 fused=True,
+                grad_scale=self.grad_scale,
                 found_inf=self.found_inf,
                 amsgrad=False,
                 beta1=self._betas[0],

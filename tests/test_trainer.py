@@ -22,7 +22,7 @@ from mingpt.image import Image, decode, encode, sha256s
 from mingpt.keeper import IMAGE_SECONDS, IMAGE_SHARE, Cadence, Keeper
 from mingpt.metrics import Metrics, read_metrics
 from mingpt.model import GPT, GPTConfig
-from mingpt.optim import learning_rate_at
+from mingpt.optim import learning_rate_at, make_optimizer
 from mingpt.reduction import FastReduction
 from mingpt.slots import Slots, newest_image
 from mingpt.snapshot import Snapshots, read_verified
@@ -871,3 +871,21 @@ def test_float16_keeps_its_scale() -> None:
     second.restore(state_of(first))
     assert second.scaler.state_dict() == first.scaler.state_dict()
     assert second.scaler.get_scale() > 2.0**12
+
+
+def test_a_scaled_update_is_skipped_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer, scaler = make_optimizer(model, learning_rate=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = model.weight.detach().clone()
+    asked = Tensor.item
+    for factor, changes in ((math.inf, False), (1.0, True)):
+        scaler.scale(model(torch.ones(1, 3)).sum() * factor).backward()
+        scaler.unscale_(optimizer)  # type: ignore[arg-type]
+        monkeypatch.setattr(Tensor, "item", lambda x: pytest.fail("waits"))
+        scaler.step(optimizer)  # type: ignore[arg-type]
+        scaler.update()
+        monkeypatch.setattr(Tensor, "item", asked)
+        assert torch.equal(model.weight, before) != changes
+        assert optimizer.state[model.weight]["step"] == int(changes)
+        model.zero_grad()
+    assert scaler.get_scale() == 4.0 and optimizer.found_inf is None
