@@ -237,7 +237,7 @@ def keep_freed_memory() -> None:
     Seen: some 5 % of a step. Blocks of more than 32 MB go back as ever: kept ones would not always be found again.
     """
     wanted = {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys()
-    if not wanted and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl and macOS have none
+    if sys.platform == "linux" and not wanted and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl has none
         m_trim_threshold, m_mmap_threshold = -1, -3
         libc.mallopt(m_mmap_threshold, 32 * 2**20)  # glibc's most; it would get there by itself, but for the next line
         libc.mallopt(m_trim_threshold, 2**31 - 1)
@@ -245,7 +245,7 @@ def keep_freed_memory() -> None:
 
 def free_kept_memory() -> None:
     """Gives back what `keep_freed_memory` kept."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
