@@ -6,10 +6,10 @@ B = sequences, T = tokens in a sequence, C = n_embd.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,13 @@ PRESETS: dict[str, dict[str, int]] = {
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
 }
 
-# What `attend` and the loss choose their kernels by.
+# What `attend`, the loss and sampling choose their kernels by.
 EXPLICIT_UP_TO = 256  # tokens; for more than that torch's own attention is the faster one in bfloat16 too
 CPU_HAS_BFLOAT16 = any(torch.cpu.get_capabilities().get(units) for units in ("avx512_bf16", "amx_bf16"))
 LOGITS_AT_ONCE = {"cuda": 2**26}  # by device; the CPU gains nothing from less
+FEW_ROWS = 32  # of a product in float32 on a CPU; torch's own order of the factors suits MKL beyond them
+
+Function = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,42 +73,6 @@ class GPTConfig:
         return (self.vocab_size + self.block_size) * C + self.n_layer * block + vector
 
 
-class Cache:
-    """One layer's keys and values of the tokens seen so far, so that a new token costs one token's work."""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.length = 0  # tokens seen
-
-    def append(self, kv: Tensor) -> Tensor:
-        """Takes the keys and values (2, B, n_head, T, head size) of T new tokens, returns those of all tokens."""
-        if self.length == 0:  # allocated once, for the whole block: growing would copy everything for every token
-            self.kv = kv.new_empty(*kv.shape[:3], self.block_size, kv.size(4))
-        start, self.length = self.length, self.length + kv.size(3)
-        self.kv[..., start : self.length, :] = kv
-        return self.kv[..., : self.length, :]
-
-
-class Linear(nn.Linear):
-    """nn.Linear, but without gradients a few rows on a CPU are the work of all threads: torch's own uses one for them.
-
-    That is what sampling asks for: one token of each sequence, where nearly all the time goes into reading the weights.
-    Four parts of the outputs for a thread suit the caches better than one (a tenth faster).
-    """
-
-    FEW = 16  # rows; more are divided well by the library itself
-
-    def forward(self, x: Tensor) -> Tensor:
-        few = x.device.type == "cpu" and x.numel() <= self.FEW * self.in_features
-        if not few or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return super().forward(x)
-        parts = math.gcd(self.out_features, 4 * torch.get_num_threads())
-        rows, weight = x.reshape(1, -1, self.in_features), self.weight.view(parts, -1, self.in_features)
-        rows, weight = rows.expand(parts, -1, -1), weight.mT
-        y = torch.bmm(rows, weight) if self.bias is None else torch.baddbmm(self.bias.view(parts, 1, -1), rows, weight)
-        return y.transpose(0, 1).reshape(*x.shape[:-1], self.out_features)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """Attention (B, n_head, T, head size), causal where `mask` is None, by the kernel that suits device and shape."""
     T = q.size(2)
@@ -123,18 +90,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float)
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # query, key, value of all heads
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # query, key, value of all heads
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.n_head, self.dropout = config.n_head, config.dropout
 
-    def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
-        assert cache is None or cache.length == 0 or T == 1  # a causal mask aligns the first query with the first key
-        q, k, v = qkv if cache is None else (qkv[0], *cache.append(qkv[1:]))
-        dropout = self.dropout if self.training else 0.0
-        y = attend(q, k, v, mask, dropout)
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+        y = attend(q, k, v, None, self.dropout if self.training else 0.0)
         x = self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
         return x
 
@@ -184,8 +148,8 @@ def gelu(x: Tensor) -> Tensor:
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -202,8 +166,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache, mask)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -220,22 +184,13 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.activation_checkpointing = config.activation_checkpointing
 
-    def forward(self, idx: Tensor, caches: list[Cache] | None = None, padding: Tensor | None = None) -> Tensor:
-        """`caches` hold the tokens before idx; the first `padding` (B,) tokens of each sequence are none, unseen."""
-        start = caches[0].length if caches else 0
-        positions, mask = torch.arange(start, start + idx.size(1), device=idx.device), None
-        if padding is not None:
-            keys, queries = torch.arange(start + idx.size(1), device=idx.device), positions.unsqueeze(1)
-            seen = (keys <= queries) & (keys >= padding.view(-1, 1, 1))
-            # Padding sees itself alone: some kernels give nan where nothing is seen, and 0 * nan is nan.
-            mask = (seen | (keys == queries)).unsqueeze(1)
-            positions = (positions - padding.unsqueeze(1)).clamp(min=0)
-        x: Tensor = self.drop(self.wte(idx) + self.wpe(positions))
-        for layer, block in enumerate(self.h):
+    def forward(self, idx: Tensor) -> Tensor:
+        x: Tensor = self.drop(self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device)))
+        for block in self.h:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)  # restores the generators: dropout repeats itself
             else:
-                x = block(x, caches[layer] if caches else None, mask)
+                x = block(x)
         x = self.ln_f(x)
         return x
 
@@ -292,7 +247,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.transformer = Transformer(config)
-        self.lm_head = Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
         for name, parameter in self.named_parameters():  # a tied one comes once, as transformer.wte.weight
             if name.endswith("c_proj.weight"):  # the residual stream sums 2 * n_layer of them (GPT-2, section 2.3)
@@ -354,7 +309,8 @@ class GPT(nn.Module):
         """Continues the prompts idx, (B, T) or B of any lengths (T,); yields the next ids (B,) as they are made.
 
         The context is the last block_size tokens. Until the longest reaches that, a token costs one token's work
-        (cached keys and values), beyond it a whole block's: every token then has another position. Temperature 0 takes
+        (cached keys and values), beyond it a whole block's: every token then has another position. It also costs that
+        where a module was replaced or has a hook, which is asked each time then. Temperature 0 takes
         the likeliest token, top_k draws from the k likeliest (and those as likely as the last of them), top_p from the
         fewest that reach this probability (Holtzman et al. 2020). The generators must live on the model's device: one,
         or one for each sequence, which then draws what it would draw alone; None draws from torch's own. The list
@@ -393,21 +349,106 @@ class GPT(nn.Module):
         # Padded on the left, so that all sequences take their next token at the same place.
         context = torch.stack([F.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
         padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=context.device)
-        ragged = bool(padding.any())  # the attention is faster without a mask
-        fresh = context  # what the caches have not seen
-        caches = [Cache(block_size) for _ in self.transformer.h]
+        ragged = bool(padding.any())
+        decoder = Decoder(self, min(longest + max_new_tokens, block_size)) if self._is_plain() else None
+        fresh = context  # what it has not seen
         for length in range(longest, longest + max_new_tokens):
-            with evaluating(self):  # for each token, not once: a reader may stop here, or train between two tokens
-                if length <= block_size:
-                    x = self.transformer(fresh, caches, padding if ragged else None)
-                else:
-                    padding = (padding - 1).clamp(min=0)  # what leaves the window first
-                    x = self.transformer(context, None, padding if ragged else None)
-                logits = self.lm_head(x[:, -1])[:, : self.config.vocab_size].float()
-            next_idx = pick(logits)
+            if length > block_size:  # the window moves on: every token has another position
+                fresh, padding = context, (padding - 1).clamp(min=0)  # padding is what leaves first
+            if decoder:
+                logits = decoder(fresh, context.size(1) - fresh.size(1), padding if ragged else None)
+            else:
+                with evaluating(self):  # for each token: a reader may stop here, or train between two tokens
+                    rows = [row[:, unseen:] for row, unseen in zip(context.split(1), padding.tolist(), strict=True)]
+                    logits = torch.cat([self.lm_head(self.transformer(row)[:, -1]) for row in rows])
+            next_idx = pick(logits[:, : self.config.vocab_size].float())
             fresh = next_idx.unsqueeze(1)
             context = torch.cat((context, fresh), dim=1)[:, -block_size:]
             yield next_idx
+
+    def _is_plain(self) -> bool:
+        """Whether Decoder computes what the modules do: none was replaced, or given a hook or another forward."""
+        own: set[type[nn.Module]] = {GPT, Transformer, Block, CausalSelfAttention, MLP}
+        own |= {nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, nn.Dropout}
+        return not any(
+            type(module) not in own or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+            for module in self.modules()
+        )
+
+
+class Decoder:
+    """GPT for sampling: new tokens in, the next one's logits out; the keys and values of all tokens stay here.
+
+    The arithmetic of the modules is written out once more, by functions on views of their weights: for one token on a
+    CPU, modules, and views that are made each time, take as long as a small model's products.
+    """
+
+    def __init__(self, model: GPT, length: int) -> None:
+        """For texts of up to `length` tokens."""
+        parts = model.transformer
+        self.n_head, self.length = model.config.n_head, length
+        self.wte, self.wpe = parts.wte.weight.detach(), parts.wpe.weight.detach()
+        self.blocks = [
+            (norm(block.ln_1), product(block.attn.c_attn), product(block.attn.c_proj), norm(block.ln_2),
+             product(block.mlp.c_fc), product(block.mlp.c_proj))
+            for block in cast("Iterable[Block]", parts.h)
+        ]  # fmt: skip
+        self.ln_f, self.lm_head = norm(parts.ln_f), product(model.lm_head)
+        self.caches: dict[int, Tensor] = {}  # of each block: keys and values (2, B, n_head, length, head size)
+
+    @torch.inference_mode()
+    def __call__(self, idx: Tensor, start: int, padding: Tensor | None) -> Tensor:
+        """The logits (B, padded_vocab_size) after the tokens idx (B, T), which follow `start` tokens of earlier calls.
+
+        T is 1, or start is 0, which begins anew. The first `padding` (B,) tokens of each text are none, unseen.
+        """
+        (B, T), end = idx.shape, start + idx.size(1)
+        if padding is None:  # the attention is faster without a mask
+            positions, mask = self.wpe[start:end], None
+        else:
+            keys, queries = (torch.arange(first, end, device=idx.device) for first in (0, start))
+            seen = (keys <= queries.unsqueeze(1)) & (keys >= padding.view(-1, 1, 1))
+            # Padding sees itself alone: some kernels give nan where nothing is seen, and 0 * nan is nan.
+            mask = (seen | (keys == queries.unsqueeze(1))).unsqueeze(1)
+            positions = F.embedding((queries - padding.unsqueeze(1)).clamp(min=0), self.wpe)
+        x = (F.embedding(idx, self.wte) + positions).flatten(0, 1)
+        for layer, (ln_1, c_attn, c_proj, ln_2, c_fc, mlp_c_proj) in enumerate(self.blocks):
+            qkv = c_attn(ln_1(x)).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
+            if start == 0:  # once for the whole text: growing would copy everything for every token
+                self.caches[layer] = qkv.new_empty(2, B, self.n_head, self.length, qkv.size(4))
+            k, v = kv = self.caches[layer][..., :end, :]
+            kv[..., start:, :] = qkv[1:]
+            y = attend(qkv[0], k, v, mask, 0.0)
+            x = x + c_proj(y.transpose(1, 2).reshape(B * T, -1))
+            x = x + mlp_c_proj(gelu(c_fc(ln_2(x))))
+        return self.lm_head(self.ln_f(x.view(B, T, -1)[:, -1]))
+
+
+def norm(layer: nn.LayerNorm) -> Function:
+    """What `layer` computes, without gradients."""
+    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    return lambda x: F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
+
+
+def product(layer: nn.Linear) -> Function:
+    """What `layer` computes of x (N, in_features), without gradients; on a CPU fast for few rows too.
+
+    There torch's own computes a single row in one thread, and asks MKL for x @ weight.T, which takes two to three times
+    as long as weight @ x.T. Four parts of the outputs for a thread suit the caches better than one.
+    """
+    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or type(layer.weight) is not nn.Parameter:
+        return lambda x: F.linear(x, weight, bias)
+    parts = math.gcd(len(weight), 4 * torch.get_num_threads())
+    divided = weight.view(parts, -1, weight.size(1))
+
+    def multiply(x: Tensor) -> Tensor:
+        if len(x) > FEW_ROWS:
+            return F.linear(x, weight, bias)
+        y = torch.bmm(divided, x.t().expand(parts, -1, -1)).flatten(0, 1).t()
+        return y.contiguous() if bias is None else torch.add(y, bias, out=y.new_empty(y.shape))
+
+    return multiply
 
 
 def sample_token(

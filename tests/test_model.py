@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mingpt.model
-from mingpt.model import GPT, PRESETS, Cache, GPTConfig, Linear, attend, check_causal, gelu, sample_token
+from mingpt.model import GPT, PRESETS, Decoder, GPTConfig, attend, check_causal, gelu, product, sample_token
 
 VOCAB, BLOCK = 61, 16  # 61 is padded to 64
 
@@ -361,17 +361,60 @@ def test_the_cache_changes_no_token(length: int) -> None:
 
 
 def test_the_cache_saves_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, widths = spread(tiny()), []
-    forward: Callable[..., Tensor] = model.transformer.forward
+    calls: list[tuple[int, int]] = []
+    decode = Decoder.__call__
 
-    def counting(idx: Tensor, caches: list[Cache] | None = None, padding: Tensor | None = None) -> Tensor:
-        widths.append(idx.size(1))
+    def counting(decoder: Decoder, idx: Tensor, start: int, padding: Tensor | None) -> Tensor:
+        calls.append((start, idx.size(1)))
         assert padding is None  # the attention needs no mask
-        return forward(idx, caches, padding)
+        return decode(decoder, idx, start, padding)
 
-    monkeypatch.setattr(model.transformer, "forward", counting)
-    tokens(model.generate(random_ids(1, BLOCK - 3), 6))
-    assert widths == [BLOCK - 3, 1, 1, 1, BLOCK, BLOCK]  # position 16 is outside the block: the window slides
+    monkeypatch.setattr(Decoder, "__call__", counting)
+    tokens(spread(tiny()).generate(random_ids(1, BLOCK - 3), 6))
+    whole = (0, BLOCK)  # position 16 is outside the block: the window slides
+    assert calls == [(0, BLOCK - 3), (BLOCK - 3, 1), (BLOCK - 2, 1), (BLOCK - 1, 1), whole, whole]
+
+
+def flipped(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    return output.flip(-1)
+
+
+@pytest.mark.parametrize("change", ["hook", "replaced", "forward", "parametrized", "subclass", "the whole"])
+def test_a_changed_module_is_asked(change: str) -> None:
+    plain, model = spread(tiny()), spread(tiny())
+    mlp = model.transformer.h[1].mlp
+    if change == "hook":
+        mlp.register_forward_hook(flipped)
+    elif change == "replaced":
+        mlp.c_proj = nn.Sequential(mlp.c_proj, nn.Tanh())
+    elif change == "forward":
+        mlp.forward = lambda x: x / 2
+    elif change == "parametrized":
+        nn.utils.parametrize.register_parametrization(mlp.c_fc, "weight", nn.Tanh())
+    elif change == "subclass":
+        model.__class__ = type("Mine", (GPT,), {})
+        model.transformer.wte.register_forward_pre_hook(lambda _, ids: (ids[0] * 0,))
+    else:
+        model.transformer.register_forward_hook(flipped)
+    prompts = [random_ids(1, length) for length in (3, BLOCK, 1)]
+    made = tokens(model.generate([prompt[0] for prompt in prompts], 2 * BLOCK, temperature=0.0))
+    expected = torch.cat([greedy_without_cache(model, prompt, 2 * BLOCK) for prompt in prompts])
+    assert torch.equal(made, expected)
+    unchanged = torch.cat([greedy_without_cache(plain, prompt, 2 * BLOCK) for prompt in prompts])
+    assert not torch.equal(made, unchanged)  # the change would be seen
+
+
+def test_a_reader_may_train_between_two_tokens() -> None:
+    model, idx = spread(tiny()), random_ids(2, 4)
+    logprobs: list[Tensor] = []
+    made = model.generate(idx, 6, temperature=0.0, logprobs=logprobs)
+    first = next(made)
+    weight = model.lm_head.weight
+    (model(first.unsqueeze(1))[0].sum() + (weight * logprobs[0].sum()).sum()).backward()  # no tensor of inference mode
+    assert weight.grad is not None
+    with torch.no_grad():
+        weight.zero_()
+    assert next(made).tolist() == [0, 0]  # all ids are equally likely now
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (2, 2**17 + 1)])
@@ -400,28 +443,28 @@ def test_gelu_and_its_gradient_are_torchs(shape: tuple[int, ...]) -> None:
 @torch.no_grad()
 def test_a_few_rows_are_divided_among_threads(bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     products: list[tuple[int, ...]] = []
-    name = "baddbmm" if bias else "bmm"
-    product: Callable[..., Tensor] = getattr(torch, name)
+    bmm = torch.bmm
 
-    def counting(*arguments: Tensor) -> Tensor:
-        products.append((*arguments[-2].shape, arguments[-1].size(2)))
-        return product(*arguments)
+    def counting(left: Tensor, right: Tensor) -> Tensor:
+        products.append((*left.shape, right.size(2)))
+        return bmm(left, right)
 
-    monkeypatch.setattr(torch, name, counting)
+    monkeypatch.setattr(torch, "bmm", counting)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(3)
-    linear = Linear(8, 12, bias=bias)
-    for shape in ((8,), (1, 1, 8), (2, 8, 8), (17, 8)):
-        x = torch.randn(*shape)
-        torch.testing.assert_close(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+    layer = nn.Linear(8, 12, bias=bias)
+    for rows in (1, 2, 32, 33):
+        x = torch.randn(rows, 8)
+        y = product(layer)(x)
+        torch.testing.assert_close(y, layer(x))
+        assert y.is_contiguous() and not y.requires_grad
     parts = 12 if threads == 3 else 4  # of 12 outputs, by up to four parts a thread
-    expected = [(parts, rows, 8, 12 // parts) for rows in (1, 1, 16)]  # 17 rows are not few
-    assert products == expected
-    with torch.enable_grad():
-        linear(torch.randn(1, 8)).sum().backward()  # training is torch's own
-    assert products == expected and linear.weight.grad is not None
+    assert products == [(parts, 12 // parts, 8, rows) for rows in (1, 2, 32)]  # 33 rows are not few
+    for other in (layer.double(), layer.bfloat16()):
+        x = x.to(other.weight.dtype)
+        assert torch.equal(product(other)(x), other(x))
     with torch.autocast("cpu", torch.bfloat16):
-        assert linear(torch.randn(1, 8)).dtype == torch.bfloat16
+        assert product(layer.float())(torch.randn(1, 8)).dtype == torch.bfloat16
 
 
 def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,12 +560,13 @@ def test_each_prompt_gets_what_it_gets_alone(bias: bool, settings: dict[str, Any
 def test_padding_is_never_seen() -> None:
     model = spread(tiny())
     idx, padding = random_ids(2, 9), torch.tensor([4, 0])
-    hidden = model.transformer(idx, None, padding)
     changed = idx.clone()
     changed[0, :4] = (idx[0, :4] + 1) % VOCAB
-    assert torch.equal(hidden[0, 4:], model.transformer(changed, None, padding)[0, 4:])
-    torch.testing.assert_close(hidden[0, 4:], model.transformer(idx[:1, 4:])[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(hidden[1], model.transformer(idx[1:])[0], atol=1e-5, rtol=1e-5)
+    logits, same = (Decoder(model, 9)(ids, 0, padding) for ids in (idx, changed))
+    assert torch.equal(logits, same)
+    for row, unseen in enumerate(padding.tolist()):
+        alone = logits_of(model, idx[row : row + 1, unseen:])[0, -1]
+        torch.testing.assert_close(logits[row, :VOCAB], alone, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
