@@ -445,8 +445,9 @@ def product(layer: nn.Linear) -> Function:
     def multiply(x: Tensor) -> Tensor:
         if len(x) > FEW_ROWS:
             return F.linear(x, weight, bias)
-        y = torch.bmm(divided, x.t().expand(parts, -1, -1)).flatten(0, 1).t()
-        return y.contiguous() if bias is None else torch.add(y, bias, out=y.new_empty(y.shape))
+        columns = x.t().expand(parts, -1, -1)
+        y = torch.bmm(divided, columns) if bias is None else torch.baddbmm(bias.view(parts, -1, 1), divided, columns)
+        return y.flatten(0, 1).t().contiguous()
 
     return multiply
 

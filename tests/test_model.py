@@ -443,13 +443,14 @@ def test_gelu_and_its_gradient_are_torchs(shape: tuple[int, ...]) -> None:
 @torch.no_grad()
 def test_a_few_rows_are_divided_among_threads(bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     products: list[tuple[int, ...]] = []
-    bmm = torch.bmm
+    name = "baddbmm" if bias else "bmm"
+    batched: Callable[..., Tensor] = getattr(torch, name)
 
-    def counting(left: Tensor, right: Tensor) -> Tensor:
-        products.append((*left.shape, right.size(2)))
-        return bmm(left, right)
+    def counting(*arguments: Tensor) -> Tensor:
+        products.append((*arguments[-2].shape, arguments[-1].size(2)))
+        return batched(*arguments)
 
-    monkeypatch.setattr(torch, "bmm", counting)
+    monkeypatch.setattr(torch, name, counting)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(3)
     layer = nn.Linear(8, 12, bias=bias)
