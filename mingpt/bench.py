@@ -71,7 +71,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=5, metavar="N", help="measured, after one that is not (%(default)s)")
     add("--steps", type=int, metavar="N", help="optimizer steps a round; sample: tokens (train 10, sample 500)")
     add("--batch", type=int, nargs="+", default=[1, 8], metavar="B", help="sequences at once, of sample (1 8)")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of matrix products, in training")
+    add(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16"],
+        help="of matrix products; sample: of weights",
+    )
     add("--device", default="auto", metavar="D", help="as in a config")
     add("--threads", type=int, default=0, metavar="N", help="on CPUs; 0 = the cores")
     add("--who", help=argparse.SUPPRESS)  # of the contestants this process is
@@ -138,13 +143,15 @@ def work(asked: argparse.Namespace) -> None:
     sys.stdin.readline()
     world = distributed.locate(asked.device)
     device, threads, batch = world.device, distributed.set_threads(asked.threads, world), asked.batch[0]
-    dtype = torch.float32 if asked.what == "sample" else distributed.pick_dtype(asked.dtype, device)
+    default = "float32" if asked.what == "sample" else "auto"
+    dtype = distributed.pick_dtype(default if asked.dtype == "auto" else asked.dtype, device)
     config = GPTConfig(**SHAPES[asked.shapes[0]][0])
     tokens = batch * asked.steps * (1 if asked.what == "sample" else config.block_size)
     if asked.what == "sample":
         config = replace(config, block_size=max(config.block_size, PROMPT + asked.steps))  # the window never slides
-        cost = 4 * (config.num_parameters - config.block_size * config.n_embd) / batch  # of the positions a row is read
-        cost += 8 * config.n_layer * config.n_embd * (PROMPT + asked.steps / 2)  # keys and values, on average
+        cost = (config.num_parameters - config.block_size * config.n_embd) / batch  # of the positions a row is read
+        cost += 2 * config.n_layer * config.n_embd * (PROMPT + asked.steps / 2)  # keys and values, on average
+        cost *= dtype.itemsize
     else:
         with torch.device("meta"):
             cost = GPT(config).flops_per_token()
@@ -170,7 +177,7 @@ def work(asked: argparse.Namespace) -> None:
         began = time.perf_counter()
 
     if asked.what == "sample":
-        sample(asked, model.eval(), torch.randint(config.vocab_size, (batch, PROMPT), device=device), answer)
+        sample(asked, model.to(dtype).eval(), torch.randint(config.vocab_size, (batch, PROMPT), device=device), answer)
     train(asked, world, model, config, dtype, answer)
 
 

@@ -7,7 +7,7 @@ when the reader of stdout has enough (`| head -1`); 1 something cannot be read o
 path; 130 Ctrl-C.
 """
 
-from mingpt import distributed  # first: it has OpenMP's threads spin less  # noqa: F401
+from mingpt import distributed  # first: it has OpenMP's threads spin less
 
 # isort: split
 import argparse
@@ -102,6 +102,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=1337, metavar="S", help="the same seed gives the same text (%(default)s)")
     add("--logprobs", metavar="F", help="write each token's log-probability into this file, a JSON object a line")
     add("--device", default="auto", metavar="D", help="cpu, cuda, cuda:1, mps; auto: what this machine has")
+    add(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16"],
+        default="float32",
+        help="bfloat16: half the memory, faster where there are units for it; a text may depend on those made with it",
+    )
     arguments = parser.parse_args(argv)
     if arguments.num_samples < 1:
         parser.error(f"--num-samples={arguments.num_samples}: give 1 or more")
@@ -119,9 +125,14 @@ def sample(arguments: argparse.Namespace) -> None:
     prompts = [
         "".join(normalize([text])) for text in [*map(read_prompt, arguments.prompt_file), *arguments.prompt] or [""]
     ]
+    dtype = distributed.pick_dtype(arguments.dtype, torch.device(device))
     model, tokenizer, info = load_snapshot(arguments.snapshot, device)
+    model = model.to(dtype)
     loss = "not evaluated" if info.get("val_loss") is None else f"val loss {info['val_loss']:.4f}"
-    tell(f"{arguments.snapshot}: step {info['step']}, {loss}, {model.config.num_parameters:,} parameters, on {device}")
+    tell(
+        f"{arguments.snapshot}: step {info['step']}, {loss}, {model.config.num_parameters:,} parameters, on {device}, "
+        f"in {str(dtype).removeprefix('torch.')}"
+    )
     with open(arguments.logprobs, "w", encoding="utf-8") if arguments.logprobs else nullcontext() as records:
         session = Session(model, tokenizer, device, arguments, records)
         if arguments.interactive:

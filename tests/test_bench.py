@@ -18,7 +18,9 @@ def bench(*options: str) -> "subprocess.CompletedProcess[str]":
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [["train"], ["sample", "--batch", "2"]])
+@pytest.mark.parametrize(
+    "options", [["train"], ["sample", "--batch", "2"], ["sample", "--batch=1", "--dtype=bfloat16"]]
+)
 def test_a_row_and_its_rival(options: list[str]) -> None:
     done = bench(*options, "--rounds=2", "--steps=2", "--threads=1", f"--against={BASELINE}", "--shapes", "tiny")
     assert done.returncode == 0, done.stderr
@@ -29,6 +31,7 @@ def test_a_row_and_its_rival(options: list[str]) -> None:
         assert (row["what"], row["shape"], row["threads"]) == (options[0], "tiny", 1)
         assert 0 < row["lowest"] <= row["tokens_per_second"] <= row["highest"]
         assert row["share_of_peak"] > 0
+        assert options[0] == "train" or row["dtype"] == ("bfloat16" if "--dtype=bfloat16" in options else "float32")
         assert row["peak_memory"] > 50e6
     table = done.stdout.splitlines()[-4:]
     assert "tokens/s" in table[0] and " mingpt " in table[1] and " nanoGPT " in table[2] and " x" in table[2]

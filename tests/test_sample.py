@@ -19,7 +19,7 @@ from conftest import snapshots
 from mingpt import sample
 from mingpt.image import encode
 from mingpt.model import GPT, GPTConfig
-from mingpt.snapshot import model_tensors
+from mingpt.snapshot import load_snapshot, model_tensors
 from mingpt.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +77,7 @@ def test_stdout_is_prompt_and_continuation_and_stderr_tells_the_rest(run: Callab
     assert code == 0
     assert out.startswith("abé") and out.endswith("\n") and len(out) == 3 + 60 + 1
     assert set(out) <= set(CHARS)
-    assert err == f"{image}: step 70, val loss 1.2500, 3,760 parameters, on cpu\n"
+    assert err == f"{image}: step 70, val loss 1.2500, 3,760 parameters, on cpu, in float32\n"
 
 
 def test_a_seed_is_a_text_and_sample_k_does_not_depend_on_their_number(run: Callable[..., Outcome]) -> None:
@@ -119,6 +119,15 @@ def test_the_settings_reach_the_model(run: Callable[..., Outcome]) -> None:
         assert run(*ask, option, "--seed=3")[1] == greedy
     assert run(*ask, "--top-k=1000", "--seed=3")[1] == run(*ask, "--seed=3")[1] != greedy
     assert run(*ask[:1], "--max-new-tokens=0")[1] == "ab\n"
+
+
+def test_the_dtype_is_that_of_the_weights(run: Callable[..., Outcome], image: Path) -> None:
+    model, tokenizer, _ = load_snapshot(str(image))
+    idx = torch.tensor([tokenizer.encode("ab").tolist()])
+    made = model.bfloat16().generate(idx, 40, temperature=0.0)
+    text = "ab" + tokenizer.decode([int(token) for token in made]) + "\n"
+    code, out, err = run("--prompt=ab", "--max-new-tokens=40", "--temperature=0", "--dtype=bfloat16")
+    assert (code, out) == (0, text) and err.endswith(", in bfloat16\n")
 
 
 # prompts
