@@ -161,7 +161,8 @@ def work(asked: argparse.Namespace) -> None:
         "cost": cost,  # of a token; operations, or bytes where it is sampled
     }  # fmt: skip
     torch.manual_seed(1)
-    model = (GPT(config) if asked.who == "mingpt" else theirs(asked.who, config)).to(device)
+    model = GPT(config) if asked.who == "mingpt" else theirs(asked.who, config)
+    model = model.to(device, dtype if asked.what == "sample" else None)
     began = time.perf_counter()
 
     def answer() -> None:
@@ -177,7 +178,7 @@ def work(asked: argparse.Namespace) -> None:
         began = time.perf_counter()
 
     if asked.what == "sample":
-        sample(asked, model.to(dtype).eval(), torch.randint(config.vocab_size, (batch, PROMPT), device=device), answer)
+        sample(asked, model.eval(), torch.randint(config.vocab_size, (batch, PROMPT), device=device), answer)
     train(asked, world, model, config, dtype, answer)
 
 
@@ -245,7 +246,9 @@ def theirs(who: str, config: GPTConfig) -> Any:
 def peak(what: str, device: torch.device, dtype: torch.dtype) -> float:
     """The best of some, in a second: operations of a product of large matrices, or bytes read that no cache holds."""
     size = 8192 if what == "sample" or device.type != "cpu" else 2048
-    a = torch.randn(size, size, device=device, dtype=dtype)
+    a = torch.randn(
+        size, size, device=device, dtype=None if what == "sample" else dtype
+    )  # sums in float32 read fastest
 
     def seconds() -> float:
         began = time.perf_counter()

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
 PRESETS: dict[str, dict[str, int]] = {
@@ -30,9 +31,8 @@ PRESETS: dict[str, dict[str, int]] = {
 EXPLICIT_UP_TO = 256  # tokens; for more than that torch's own attention is the faster one in bfloat16 too
 CPU_HAS_BFLOAT16 = any(torch.cpu.get_capabilities().get(units) for units in ("avx512_bf16", "amx_bf16"))
 LOGITS_AT_ONCE = {"cuda": 2**26}  # by device; the CPU gains nothing from less
-FEW_ROWS = 32  # of a product in float32 on a CPU; torch's own order of the factors suits MKL beyond them
-
-Function = Callable[[Tensor], Tensor]
+FEW_ROWS = 16  # of a product on a CPU, where torch asks MKL for what it is slow at
+LARGE = 2**17  # weights in a layer from which on that shows
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
+        x = x + self.attn(self.ln_1(x))  # Decoder writes out what Block, its attention and its MLP do: change both
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -309,14 +309,14 @@ class GPT(nn.Module):
         """Continues the prompts idx, (B, T) or B of any lengths (T,); yields the next ids (B,) as they are made.
 
         The context is the last block_size tokens. Until the longest reaches that, a token costs one token's work
-        (cached keys and values), beyond it a whole block's: every token then has another position. It also costs that
-        where a module was replaced or has a hook, which is asked each time then. Temperature 0 takes
-        the likeliest token, top_k draws from the k likeliest (and those as likely as the last of them), top_p from the
-        fewest that reach this probability (Holtzman et al. 2020). The generators must live on the model's device: one,
-        or one for each sequence, which then draws what it would draw alone; None draws from torch's own. The list
-        `logprobs` receives the natural logarithms (B,) of the model's own probabilities of the ids. Between two tokens
-        the model is in the mode it was in. Raises ValueError for settings out of range at the call, for logits that are
-        not finite when they appear.
+        (cached keys and values), beyond it a whole block's: every token then has another position. It also costs a
+        whole forward where a module around the layers was replaced or has a hook. Temperature 0 takes the likeliest
+        token, top_k draws from the k likeliest (and those as likely as the last of them), top_p from the fewest that
+        reach this probability (Holtzman et al. 2020). The generators must live on the model's device: one, or one for
+        each sequence, which then draws what it would draw alone; None draws from torch's own. The list `logprobs`
+        receives the natural logarithms (B,) of the model's own probabilities of the ids. Between two tokens the model
+        is in the mode it was in, and its weights may change in place. Raises ValueError for settings out of range at
+        the call, for logits that are not finite when they appear.
         """
         if not len(idx) or not all(len(row) for row in idx):
             raise ValueError("idx is empty; give at least one token to continue")
@@ -350,96 +350,109 @@ class GPT(nn.Module):
         context = torch.stack([F.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
         padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=context.device)
         ragged = bool(padding.any())
-        decoder = Decoder(self, min(longest + max_new_tokens, block_size)) if self._is_plain() else None
+        decoder = Decoder(self, min(longest + max_new_tokens, block_size)) if can_be_decoded(self) else None
         fresh = context  # what it has not seen
         for length in range(longest, longest + max_new_tokens):
             if length > block_size:  # the window moves on: every token has another position
                 fresh, padding = context, (padding - 1).clamp(min=0)  # padding is what leaves first
-            if decoder:
-                logits = decoder(fresh, context.size(1) - fresh.size(1), padding if ragged else None)
-            else:
-                with evaluating(self):  # for each token: a reader may stop here, or train between two tokens
-                    rows = [row[:, unseen:] for row, unseen in zip(context.split(1), padding.tolist(), strict=True)]
-                    logits = torch.cat([self.lm_head(self.transformer(row)[:, -1]) for row in rows])
+                ragged = bool(padding.any())
+            with evaluating(self):  # for each token, not once: a reader may stop here, or train between two tokens
+                if decoder:
+                    logits = decoder(fresh, context.size(1) - fresh.size(1), padding if ragged else None)
+                else:
+                    rows = zip(context.split(1), padding.tolist(), strict=True)
+                    texts = [row[:, unseen:] for row, unseen in rows] if ragged else [context]
+                    logits = torch.cat([self(text)[0][:, -1] for text in texts])
             next_idx = pick(logits[:, : self.config.vocab_size].float())
             fresh = next_idx.unsqueeze(1)
             context = torch.cat((context, fresh), dim=1)[:, -block_size:]
             yield next_idx
 
-    def _is_plain(self) -> bool:
-        """Whether Decoder computes what the modules do: none was replaced, or given a hook or another forward."""
-        own: set[type[nn.Module]] = {GPT, Transformer, Block, CausalSelfAttention, MLP}
-        own |= {nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, nn.Dropout}
-        return not any(
-            type(module) not in own or module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-            for module in self.modules()
-        )
-
 
 class Decoder:
     """GPT for sampling: new tokens in, the next one's logits out; the keys and values of all tokens stay here.
 
-    The arithmetic of the modules is written out once more, by functions on views of their weights: for one token on a
-    CPU, modules, and views that are made each time, take as long as a small model's products.
+    What the modules around the layers compute (`WRITTEN_OUT`) stands here once more: for one token on a CPU, so many
+    modules, and views that are made each time, take as long as a small model's products.
     """
 
     def __init__(self, model: GPT, length: int) -> None:
         """For texts of up to `length` tokens."""
-        parts = model.transformer
-        self.n_head, self.length = model.config.n_head, length
-        self.wte, self.wpe = parts.wte.weight.detach(), parts.wpe.weight.detach()
+        self.transformer, self.lm_head, self.length = model.transformer, product(model.lm_head), length
         self.blocks = [
-            (norm(block.ln_1), product(block.attn.c_attn), product(block.attn.c_proj), norm(block.ln_2),
+            (block.attn.n_head, block.ln_1, product(block.attn.c_attn), product(block.attn.c_proj), block.ln_2,
              product(block.mlp.c_fc), product(block.mlp.c_proj))
-            for block in cast("Iterable[Block]", parts.h)
+            for block in cast("Iterable[Block]", model.transformer.h)
         ]  # fmt: skip
-        self.ln_f, self.lm_head = norm(parts.ln_f), product(model.lm_head)
         self.caches: dict[int, Tensor] = {}  # of each block: keys and values (2, B, n_head, length, head size)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(self, idx: Tensor, start: int, padding: Tensor | None) -> Tensor:
         """The logits (B, padded_vocab_size) after the tokens idx (B, T), which follow `start` tokens of earlier calls.
 
-        T is 1, or start is 0, which begins anew. The first `padding` (B,) tokens of each text are none, unseen.
+        Start 0 begins anew. The first `padding` (B,) tokens of each text are none, unseen.
         """
         (B, T), end = idx.shape, start + idx.size(1)
-        if padding is None:  # the attention is faster without a mask
-            positions, mask = self.wpe[start:end], None
-        else:
-            keys, queries = (torch.arange(first, end, device=idx.device) for first in (0, start))
-            seen = (keys <= queries.unsqueeze(1)) & (keys >= padding.view(-1, 1, 1))
+        assert start == 0 or T == 1  # a causal mask aligns the first query with the first key
+        positions, mask = torch.arange(start, end, device=idx.device), None
+        if padding is not None:  # the attention is faster without a mask
+            keys, queries = torch.arange(end, device=idx.device), positions.unsqueeze(1)
+            seen = (keys <= queries) & (keys >= padding.view(-1, 1, 1))
             # Padding sees itself alone: some kernels give nan where nothing is seen, and 0 * nan is nan.
-            mask = (seen | (keys == queries.unsqueeze(1))).unsqueeze(1)
-            positions = F.embedding((queries - padding.unsqueeze(1)).clamp(min=0), self.wpe)
-        x = (F.embedding(idx, self.wte) + positions).flatten(0, 1)
-        for layer, (ln_1, c_attn, c_proj, ln_2, c_fc, mlp_c_proj) in enumerate(self.blocks):
-            qkv = c_attn(ln_1(x)).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
+            mask = (seen | (keys == queries)).unsqueeze(1)
+            positions = (positions - padding.unsqueeze(1)).clamp(min=0)
+        x = (self.transformer.wte(idx) + self.transformer.wpe(positions)).flatten(0, 1)
+        for layer, (n_head, ln_1, c_attn, c_proj, ln_2, c_fc, mlp_c_proj) in enumerate(self.blocks):
+            qkv = c_attn(ln_1(x)).view(B, T, 3, n_head, -1).permute(2, 0, 3, 1, 4)
             if start == 0:  # once for the whole text: growing would copy everything for every token
-                self.caches[layer] = qkv.new_empty(2, B, self.n_head, self.length, qkv.size(4))
+                self.caches[layer] = qkv.new_empty(2, B, n_head, self.length, qkv.size(4))
             k, v = kv = self.caches[layer][..., :end, :]
             kv[..., start:, :] = qkv[1:]
             y = attend(qkv[0], k, v, mask, 0.0)
             x = x + c_proj(y.transpose(1, 2).reshape(B * T, -1))
             x = x + mlp_c_proj(gelu(c_fc(ln_2(x))))
-        return self.lm_head(self.ln_f(x.view(B, T, -1)[:, -1]))
+        return self.lm_head(self.transformer.ln_f(x.view(B, T, -1)[:, -1]))
 
 
-def norm(layer: nn.LayerNorm) -> Function:
-    """What `layer` computes, without gradients."""
-    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
-    return lambda x: F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
+# The forwards that Decoder writes out, by the last part of their modules' names, and the layers that it calls.
+WRITTEN_OUT = {
+    "": GPT.forward,
+    "transformer": Transformer.forward,
+    "h": nn.ModuleList.forward,
+    "attn": CausalSelfAttention.forward,
+    "mlp": MLP.forward,
+    **dict.fromkeys(("drop", "resid_dropout", "dropout"), nn.Dropout.forward),
+    "block": Block.forward,
+}
+CALLED = {"wte", "wpe", "ln_1", "c_attn", "c_proj", "ln_2", "c_fc", "ln_f", "lm_head"}
 
 
-def product(layer: nn.Linear) -> Function:
-    """What `layer` computes of x (N, in_features), without gradients; on a CPU fast for few rows too.
+def can_be_decoded(model: GPT) -> bool:
+    """Whether the modules that Decoder does not call are as they stand here: none replaced, overridden or hooked."""
+    return not _has_any_global_hook() and all(
+        type(module).forward is WRITTEN_OUT.get(name.rpartition(".")[2], WRITTEN_OUT["block"]) and not changed(module)
+        for name, module in model.named_modules()
+        if CALLED.isdisjoint(name.split("."))
+    )
 
-    There torch's own computes a single row in one thread, and asks MKL for x @ weight.T, which takes two to three times
-    as long as weight @ x.T. Four parts of the outputs for a thread suit the caches better than one.
+
+def changed(module: nn.Module) -> bool:
+    """Whether this one module has a hook, or a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def product(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """`layer`, or what computes the same of x (N, in_features) by several threads on a CPU, faster where N is small.
+
+    torch's own computes a single row in one thread, and asks MKL for x @ weight.T, which takes up to twice as long as
+    weight @ x.T. Four parts of the outputs for a thread suit the caches better than one.
     """
-    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or type(layer.weight) is not nn.Parameter:
-        return lambda x: F.linear(x, weight, bias)
-    parts = math.gcd(len(weight), 4 * torch.get_num_threads())
+    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or changed(layer):  # LoRA, quantized
+        return layer
+    weight, bias, threads = layer.weight, layer.bias, torch.get_num_threads()
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() < LARGE or threads == 1:
+        return layer
+    parts = math.gcd(len(weight), 4 * threads)
     divided = weight.view(parts, -1, weight.size(1))
 
     def multiply(x: Tensor) -> Tensor:

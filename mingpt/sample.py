@@ -106,7 +106,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--dtype",
         choices=["auto", "float32", "bfloat16"],
         default="float32",
-        help="bfloat16: half the memory, faster where there are units for it; a text may depend on those made with it",
+        help="of the weights; bfloat16: half the bytes read for a token, faster where there are units for it",
     )
     arguments = parser.parse_args(argv)
     if arguments.num_samples < 1:
