@@ -28,11 +28,29 @@ ROOT = Path(__file__).parent.parent
 # The tests are of what CPUs do, also where there is a GPU: tests/gpu_check.py is for those.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-# A shell that runs the tests in the background ignores SIGINT, and every process started from here would inherit that.
+# A shell that runs the tests in the background ignores SIGINT, nohup SIGHUP, and every process started from here would
+# inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _context = multiprocessing.get_context("forkserver")  # a warm process that never ran a thread: a rank starts in no time
 _context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "mingpt.trainer"])
+
+
+@pytest.fixture(autouse=True)
+def signals_are_left_as_they_were() -> Iterator[None]:
+    """What one test does to the process's signals would be the failure of another."""
+
+    def found() -> tuple[dict[int, object], set[signal.Signals | int]]:
+        handlers = {
+            number: signal.getsignal(number)
+            for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        }
+        return handlers, set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+    before = found()
+    yield
+    assert found() == before
 
 
 def find_run(out_dir: Path, store: Store) -> Run:
