@@ -246,9 +246,8 @@ def theirs(who: str, config: GPTConfig) -> Any:
 def peak(what: str, device: torch.device, dtype: torch.dtype) -> float:
     """The best of some, in a second: operations of a product of large matrices, or bytes read that no cache holds."""
     size = 8192 if what == "sample" or device.type != "cpu" else 2048
-    a = torch.randn(
-        size, size, device=device, dtype=None if what == "sample" else dtype
-    )  # sums in float32 read fastest
+    dtype = torch.float32 if what == "sample" else dtype  # in which a sum waits for the memory alone
+    a = torch.randn(size, size, device=device, dtype=dtype)
 
     def seconds() -> float:
         began = time.perf_counter()

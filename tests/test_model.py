@@ -459,7 +459,7 @@ def test_a_hook_on_all_modules_is_asked() -> None:
     model, idx = spread(tiny()), random_ids(2, 3)
     unchanged = tokens(model.generate(idx, 5, temperature=0.0))
     hook = nn.modules.module.register_module_forward_hook(
-        lambda module, _, output: output.flip(-1) if isinstance(module, nn.LayerNorm) else None
+        lambda module, _, output: output.flip(-1) if isinstance(module, mingpt.model.MLP) else None
     )
     try:
         made = tokens(model.generate(idx, 5, temperature=0.0))
@@ -530,8 +530,10 @@ def test_a_few_rows_are_divided_among_threads(bias: bool, threads: int, monkeypa
         assert y.is_contiguous()
     parts = 12 if threads == 3 else 4  # of 12 outputs, by up to four parts a thread
     assert products == [(parts, 12 // parts, 8, rows) for rows in (1, 2, 16) if threads > 1]  # 17 rows are not few
-    for other in (nn.Linear(8, 11, bias=bias), nn.Linear(8, 12, bias=bias).double()):  # small; not in float32
-        assert product(other) is other
+    quantized = nn.Linear(8, 12, bias=bias)
+    quantized.weight = type("Packed", (nn.Parameter,), {})(quantized.weight.detach())  # has arithmetic of its own
+    for other in (nn.Linear(8, 11, bias=bias), nn.Linear(8, 12, bias=bias).double(), quantized):
+        assert product(other) is other  # small; not in float32; not plain
     with torch.autocast("cpu", torch.bfloat16):
         assert product(layer)(torch.randn(1, 8)).dtype == torch.bfloat16
 
