@@ -320,14 +320,7 @@ class GPT(nn.Module):
         """
         if not len(idx) or not all(len(row) for row in idx):
             raise ValueError("idx is empty; give at least one token to continue")
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens} is negative; give 0 or more")
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature={temperature} is out of range; give 0 (the likeliest token) or more")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k={top_k} leaves no token; give 1 or more, or leave it out")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p={top_p} is out of range; give more than 0 and at most 1, or leave it out")
+        check_settings(max_new_tokens, temperature, top_k, top_p)
         if isinstance(generator, Sequence) and len(generator) != len(idx):
             raise ValueError(f"generator has {len(generator)} for {len(idx)} sequences; give one, or one for each")
         for row in idx:
@@ -463,6 +456,18 @@ def product(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
         return y.flatten(0, 1).t().contiguous()
 
     return multiply
+
+
+def check_settings(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Raises ValueError, with its name, for a setting of `generate` that is out of range."""
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens} is negative; give 0 or more")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} is out of range; give 0 (the likeliest token) or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k} leaves no token; give 1 or more, or leave it out")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} is out of range; give more than 0 and at most 1, or leave it out")
 
 
 def sample_token(

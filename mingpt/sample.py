@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mingpt.faults import redact
-from mingpt.model import GPT
+from mingpt.model import GPT, check_settings
 from mingpt.snapshot import load_snapshot
 from mingpt.tokenizer import CharTokenizer, Tokenizer, normalize
 
@@ -122,6 +122,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def sample(arguments: argparse.Namespace) -> None:
     device = find_device(arguments.device)
+    # Before a file is opened for writing, and a prompt is shown.
+    check_settings(arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p)
     prompts = [
         "".join(normalize([text])) for text in [*map(read_prompt, arguments.prompt_file), *arguments.prompt] or [""]
     ]
@@ -292,8 +294,9 @@ def find_device(name: str) -> str:
         return str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
         torch.empty(0, device=name)
+        torch.Generator(name)  # meta has none
     except (RuntimeError, AssertionError) as error:  # an AssertionError where torch is built without it
-        raise ValueError(f"--device={name} cannot be used: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"--device={name} cannot be used: {str(error).splitlines()[0].partition('. ')[0]}") from error
     return name
 
 

@@ -299,11 +299,14 @@ def test_logprobs_of_what_was_written(run: Callable[..., Outcome], tmp_path: Pat
     "option",
     ["--temperature=-1", "--temperature=nan", "--temperature=hot", "--top-k=0", "--top-k=-1", "--top-p=0",
      "--max-new-tokens=-1", "--num-samples=0", "--unknown=guess", "--stop=", "--device=cuda:99", "--device=abacus",
-     "--temp=1"],
+     "--device=meta", "--dtype=int8", "--temp=1"],
 )  # fmt: skip
-def test_settings_out_of_range_are_refused_by_name(run: Callable[..., Outcome], option: str) -> None:
-    code, out, err = run(option)
+def test_settings_out_of_range_are_refused_by_name(run: Callable[..., Outcome], tmp_path: Path, option: str) -> None:
+    kept = tmp_path / "logprobs"
+    kept.write_text("of an earlier run")
+    code, out, err = run("--prompt=ab", f"--logprobs={kept}", option)
     assert (code, out) == (2, "")
+    assert kept.read_text() == "of an earlier run"
     assert option.split("=")[0].removeprefix("--") in err.splitlines()[-1].replace("_", "-")
 
 
