@@ -438,13 +438,14 @@ CHANGES: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], Any], bool]] = {
 }
 
 
+@pytest.mark.parametrize("lengths", [(5,), (3, BLOCK, 1)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_writes_what_it_computes(
-    change: str, decoded: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+    change: str, lengths: tuple[int, ...], decoded: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mingpt.model, "LARGE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    prompts = [random_ids(1, length) for length in (3, BLOCK, 1)]
+    prompts = [random_ids(1, length) for length in lengths]
     model = spread(tiny())
     unchanged = torch.cat([greedy_without_cache(model, prompt, 2 * BLOCK) for prompt in prompts])
     apply, cached = CHANGES[change]
@@ -468,11 +469,12 @@ def test_a_hook_on_all_modules_is_asked() -> None:
         hook.remove()
 
 
+@pytest.mark.parametrize("texts", [1, 2])
 @pytest.mark.parametrize("part", ["lm_head", "transformer.ln_f"])
-def test_a_reader_may_train_between_two_tokens(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_may_train_between_two_tokens(part: str, texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mingpt.model, "LARGE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    model, idx = spread(tiny()), random_ids(2, 4)
+    model, idx = spread(tiny()), random_ids(texts, 4)
     logprobs: list[Tensor] = []
     made = model.generate(idx, 6, temperature=0.0, logprobs=logprobs)
     first = next(made)
@@ -482,7 +484,7 @@ def test_a_reader_may_train_between_two_tokens(part: str, monkeypatch: pytest.Mo
     with torch.no_grad():
         for parameter in model.get_submodule(part).parameters():
             parameter.zero_()
-    assert next(made).tolist() == [0, 0]  # all ids are equally likely now
+    assert next(made).tolist() == [0] * texts  # all ids are equally likely now
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (2, 2**17 + 1)])
@@ -506,40 +508,88 @@ def test_gelu_and_its_gradient_are_torchs(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(gelu(far), nn.functional.gelu(far, approximate="tanh"), equal_nan=True)
 
 
+def called(monkeypatch: pytest.MonkeyPatch, space: Any, name: str) -> list[tuple[Tensor, ...]]:
+    """What `space.name` is asked from now on."""
+    calls: list[tuple[Tensor, ...]] = []
+    function = getattr(space, name)
+    monkeypatch.setattr(space, name, lambda *arguments: calls.append(arguments) or function(*arguments))
+    return calls
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", [None, gelu])
+@pytest.mark.parametrize("width", [8, 512, 513])
 @torch.no_grad()
-def test_a_few_rows_are_divided_among_threads(bias: bool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    products: list[tuple[int, ...]] = []
-    name = "baddbmm" if bias else "bmm"
-    batched: Callable[..., Tensor] = getattr(torch, name)
-
-    def counting(*arguments: Tensor) -> Tensor:
-        products.append((*arguments[-2].shape, arguments[-1].size(2)))
-        return batched(*arguments)
-
-    monkeypatch.setattr(torch, name, counting)
+def test_one_row_is_divided_among_threads(
+    width: int,
+    activation: Callable[[Tensor], Tensor] | None,
+    bias: bool,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    divided = called(monkeypatch, torch, "baddbmm" if bias else "bmm")
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(mingpt.model, "LARGE", 8 * 12)
-    torch.manual_seed(3)
-    layer = nn.Linear(8, 12, bias=bias)
-    for rows in (1, 2, 16, 17):
-        x = torch.randn(rows, 8)
-        y = product(layer)(x)
-        torch.testing.assert_close(y, layer(x))
-        assert y.is_contiguous()
+    layer = nn.Linear(width, 12, bias=bias)
+    for rows in (1, 2, 17):
+        x = torch.randn(width, rows).t()
+        y = product(layer, 1, activation)(x)
+        torch.testing.assert_close(y, activation(layer(x)) if activation else layer(x))
     parts = 12 if threads == 3 else 4  # of 12 outputs, by up to four parts a thread
-    assert products == [(parts, 12 // parts, 8, rows) for rows in (1, 2, 16) if threads > 1]  # 17 rows are not few
-    quantized = nn.Linear(8, 12, bias=bias)
-    quantized.weight = type("Packed", (nn.Parameter,), {})(quantized.weight.detach())  # has arithmetic of its own
-    for other in (nn.Linear(8, 11, bias=bias), nn.Linear(8, 12, bias=bias).double(), quantized):
-        assert product(other) is other  # small; not in float32; not plain
+    last = (parts, width, 12 // parts) if width > 512 else (parts, width, 1)
+    assert [call[-1].shape for call in divided] == ([] if threads == 1 else [last])
+
+
+@pytest.mark.skipif(not mingpt.model.CPU_PACKS, reason="no processor or no torch for oneDNN's order of weights")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", [None, gelu])
+@torch.no_grad()
+def test_several_rows_take_weights_as_onednn_reads_them(
+    activation: Callable[[Tensor], Tensor] | None, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, products = (
+        called(monkeypatch, torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
+    )
+    monkeypatch.setattr(mingpt.model, "LARGE", 8 * 12)
+    layer = nn.Linear(8, 12, bias=bias)
+    multiply = product(layer, 8, activation)
+    for made in (1, 2):
+        for rows in (8, 3, 40, 0):  # a prompt can have any number of tokens
+            x = 9 * torch.randn(rows, 8)
+            torch.testing.assert_close(multiply(x), activation(layer(x)) if activation else layer(x))
+        assert (len(copies), len(products)) == (made, 4 * made)
+        layer.weight.neg_()  # as an optimizer does
     with torch.autocast("cpu", torch.bfloat16):
-        assert product(layer)(torch.randn(1, 8)).dtype == torch.bfloat16
+        assert multiply(torch.randn(8, 8)).dtype == torch.bfloat16
+    assert len(products) == 8
+    monkeypatch.setattr(mingpt.model, "CPU_PACKS", False)
+    torch.testing.assert_close(product(layer, 8)(x), layer(x))
+    assert len(products) == 8
 
 
-def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompts = spread(tiny()), [random_ids(1, length)[0] for length in (3, 1, BLOCK)]
+@pytest.mark.parametrize("rows", [1, 8])
+@torch.no_grad()
+def test_what_is_no_plain_layer_computes_itself(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    divided = called(monkeypatch, torch, "baddbmm")
+    packed = called(monkeypatch, torch.ops.mkldnn, "_linear_pointwise") if mingpt.model.CPU_PACKS else []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(mingpt.model, "LARGE", 8 * 12)
+    quantized, hooked = nn.Linear(8, 12), nn.Linear(8, 12)
+    quantized.weight = type("Packed", (nn.Parameter,), {})(quantized.weight.detach())  # has arithmetic of its own
+    hooked.register_forward_hook(lambda _, __, y: y.flip(-1))
+    with torch.inference_mode():
+        inference = nn.Linear(8, 12)  # its weight has no version
+    for layer in (nn.Linear(8, 11), nn.Linear(8, 12).double(), quantized, hooked, inference, Adapted(nn.Linear(8, 12))):
+        x = torch.randn(rows, 8, dtype=next(layer.parameters()).dtype)
+        assert torch.equal(product(layer, rows)(x), layer(x))  # type: ignore[arg-type]
+        assert torch.equal(product(layer, rows, gelu)(x), gelu(layer(x)))  # type: ignore[arg-type]
+    assert not divided and not packed
+
+
+@pytest.mark.parametrize("lengths", [(3,), (BLOCK,), (3, 1, BLOCK)])
+def test_threads_change_no_token(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = spread(tiny()), [random_ids(1, length)[0] for length in lengths]
     alone = tokens(model.generate(prompts, 2 * BLOCK, temperature=0.0))
     monkeypatch.setattr(mingpt.model, "LARGE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
@@ -634,7 +684,7 @@ def test_padding_is_never_seen() -> None:
     idx, padding = random_ids(2, 9), torch.tensor([4, 0])
     changed = idx.clone()
     changed[0, :4] = (idx[0, :4] + 1) % VOCAB
-    logits, same = (Decoder(model, 9)(ids, 0, padding) for ids in (idx, changed))
+    logits, same = (Decoder(model, 2, 9)(ids, 0, padding) for ids in (idx, changed))
     assert torch.equal(logits, same)
     for row, unseen in enumerate(padding.tolist()):
         alone = logits_of(model, idx[row : row + 1, unseen:])[0, -1]
