@@ -139,11 +139,13 @@ def _metadata(texts: Mapping[str, Any], source: str) -> dict[str, Any]:
     try:
         metadata = json.loads(texts["mingpt"])
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{source} is no snapshot image of mingpt: its header cannot be read ({error!r})") from error
+        raise ValueError(
+            f"{source} is no snapshot image of mingpt: its header cannot be read ({brief(error)})"
+        ) from error
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"{source} has image format {version}, this mingpt reads {FORMAT_VERSION}: update the older one"
+            f"{source} has image format {version!r:.50}, this mingpt reads {FORMAT_VERSION}: update the older one"
         )
     return cast(dict[str, Any], metadata)
 
@@ -176,7 +178,12 @@ def _header(text: bytes, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
         entries = json.loads(text)
         return dict(entries.pop("__metadata__", {})), entries
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{source} is no safetensors file: its header cannot be read ({error!r})") from error
+        raise ValueError(f"{source} is no safetensors file: its header cannot be read ({brief(error)})") from error
+
+
+def brief(error: Exception) -> str:
+    """A parser's error without the text that it could not read: a header can have megabytes."""
+    return f"{type(error).__name__}: {error!s:.200}"
 
 
 def _view(body: Tensor, name: str, entry: object, source: str) -> Tensor:
@@ -191,9 +198,9 @@ def _view(body: Tensor, name: str, entry: object, source: str) -> Tensor:
         if valid and start == end:
             return torch.empty(shape, dtype=dtype)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{source} is damaged: its entry for {name!r} cannot be read ({error!r})") from error
+        raise ValueError(f"{source} is damaged: its entry for {name!r:.200} cannot be read ({brief(error)})") from error
     if not valid:
-        raise ValueError(f"{source} is damaged: its entry for {name!r} does not fit ({entry})")
+        raise ValueError(f"{source} is damaged: its entry for {name!r:.200} does not fit ({entry!r:.200})")
     piece = body[start:end]
     if piece.storage_offset() % dtype.itemsize:  # others do not align: a view is not possible, a copy is
         piece = piece.clone()

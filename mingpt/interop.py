@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mingpt import storage
 from mingpt.faults import redact
-from mingpt.image import Image, encode, pack, unpack
+from mingpt.image import Image, brief, encode, pack, unpack
 from mingpt.model import GPT, PRESETS, GPTConfig
 from mingpt.snapshot import Snapshots, find_image, load_weights, model_tensors
 from mingpt.storage import LocalStore
@@ -297,7 +297,7 @@ def _bpe(vocab: Any, merges: Any, where: str) -> BPETokenizer:
             raise ValueError(f"{where}: its ids are not those of the bytes, the merges in order, then {END_OF_TEXT}")
         tokens = tuple(bytes(map(_BYTES.__getitem__, text)) for text in texts[:-1])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{where}: its vocabulary cannot be read ({error!r})") from error
+        raise ValueError(f"{where}: its vocabulary cannot be read ({brief(error)})") from error
     tokenizer = BPETokenizer("gpt2", tokens)
     return tokenizer if tokenizer.fingerprint == GPT2_FINGERPRINT else BPETokenizer("bpe", tokens)
 

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -135,7 +135,10 @@ def sample(arguments: argparse.Namespace) -> None:
         f"{arguments.snapshot}: step {info['step']}, {loss}, {model.config.num_parameters:,} parameters, on {device}, "
         f"in {str(dtype).removeprefix('torch.')}"
     )
-    with open(arguments.logprobs, "w", encoding="utf-8") if arguments.logprobs else nullcontext() as records:
+    with (
+        naming(arguments.logprobs),
+        open(arguments.logprobs, "w", encoding="utf-8") if arguments.logprobs else nullcontext() as records,
+    ):
         session = Session(model, tokenizer, device, arguments, records)
         if arguments.interactive:
             session.chat(prompts[0])
@@ -208,19 +211,19 @@ class Session:
                 which = f"prompt {prompt} of {len(prompts)}, " * (len(prompts) > 1)
                 which += f"sample {number} of {asked.num_samples}" * (asked.num_samples > 1)
                 if (prompt, number) != (1, 1):
-                    print(f"--- {which.removesuffix(', ')} ---")
-                print(encoded[prompt - 1][0], end="", flush=True)
+                    show(f"--- {which.removesuffix(', ')} ---\n")
+                show(encoded[prompt - 1][0])
                 while not reply.done:
                     next(steps, None)
-                    print(reply.take(), end="", flush=True)
-                print(reply.take(), flush=True)
+                    show(reply.take())
+                show(reply.take() + "\n")
 
     def chat(self, prompt: str) -> None:
         """Answers each line of stdin, with all that was said before it in mind, as far as the block reaches."""
         with suppress(ImportError):
             import readline  # noqa: F401  arrow keys in input()
         text, ids = encode(prompt, self.tokenizer, self.arguments.unknown)
-        print(text, end="", flush=True)
+        show(text)
         generator = self.generator(1)
         question = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
         for turn in itertools.count(1):
@@ -240,9 +243,9 @@ class Session:
                 for (token,) in self.steps([ids], [generator], [reply], [(turn, 1)]):
                     if token != self.tokenizer.end_of_text:
                         ids.append(token)
-                    print(reply.take(), end="", flush=True)
+                    show(reply.take())
             reply.close()  # a Ctrl-C leaves it open
-            print(reply.take(), flush=True)
+            show(reply.take() + "\n")
             if not self.tokenizer.decode(ids[-1:]).endswith("\n"):
                 ids += encode("\n", self.tokenizer, "drop")[1]
 
@@ -284,6 +287,22 @@ class Session:
         return torch.Generator(self.device).manual_seed(derived_seed(self.arguments.seed, number))
 
 
+def show(text: str) -> None:
+    with naming("standard output"):
+        print(text, end="", flush=True)
+
+
+@contextmanager
+def naming(output: str | None) -> Iterator[None]:
+    """Within it, the error of a write that failed says where: Python's own says so only where an open failed."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = output
+        raise
+
+
 def tell(line: str) -> None:
     print(redact(line), file=sys.stderr)
 
@@ -295,6 +314,8 @@ def find_device(name: str) -> str:
     try:
         torch.empty(0, device=name)
         torch.Generator(name)  # meta has none
+        if name.startswith("cpu:"):
+            raise RuntimeError("a CPU has no number")
     except (RuntimeError, AssertionError) as error:  # an AssertionError where torch is built without it
         raise ValueError(f"--device={name} cannot be used: {str(error).splitlines()[0].partition('. ')[0]}") from error
     return name

@@ -84,22 +84,31 @@ def damage(header: dict[str, Any], raw: bytearray, kind: str) -> bytes:
         header["__metadata__"] = {"format": "pt"}
     elif kind == "newer":
         header["__metadata__"] = {"mingpt": json.dumps({"format_version": 99})}
+    elif kind == "long":
+        header["__metadata__"] = {"mingpt": json.dumps({"format_version": "\n" * 2000})}
+    elif kind == "long entry":
+        header["model.w"]["shape"] = [3] * 2000
+    elif kind == "long name":
+        header["model\n" * 2000] = header.pop("model.w") | {"dtype": "x" * 2000}
+    elif kind == "long metadata":
+        header["__metadata__"] = {"mingpt": "\n" * 2000}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + body
 
 
-KINDS = "length cut longer short shape huge offsets overflow metadata dtype entry foreign newer".split() + ["no json"]
+KINDS = "length cut longer short shape huge offsets overflow metadata dtype entry foreign newer long".split()
+KINDS += ["no json", "long entry", "long name", "long metadata"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_whole_image_is_refused_in_one_line(kind: str) -> None:
-    raw = bytearray(encode(state(), {}).numpy().tobytes())
+    raw = bytearray(encode(state(), {"config": "x" * 1000}).numpy().tobytes())
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     bad = torch.frombuffer(bytearray(damage(header, raw, kind)), dtype=torch.uint8)
     with pytest.raises(ValueError, match="the-file") as error:
         decode(bad, "the-file")
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
 
 
 def test_unknown_dtypes_are_told_before_anything_is_written() -> None:

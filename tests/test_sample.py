@@ -299,7 +299,7 @@ def test_logprobs_of_what_was_written(run: Callable[..., Outcome], tmp_path: Pat
     "option",
     ["--temperature=-1", "--temperature=nan", "--temperature=hot", "--top-k=0", "--top-k=-1", "--top-p=0",
      "--max-new-tokens=-1", "--num-samples=0", "--unknown=guess", "--stop=", "--device=cuda:99", "--device=abacus",
-     "--device=meta", "--dtype=int8", "--temp=1"],
+     "--device=meta", "--device=cpu:7", "--dtype=int8", "--temp=1"],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(run: Callable[..., Outcome], tmp_path: Path, option: str) -> None:
     kept = tmp_path / "logprobs"
@@ -357,8 +357,11 @@ def test_a_full_disk_is_told(image: Path, monkeypatch: pytest.MonkeyPatch, capsy
     full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", full)
     assert sample.main([str(image)]) == 1
-    assert "No space left" in capsys.readouterr().err
+    assert "No space left on device: 'standard output'" in capsys.readouterr().err
     full.close()  # as the interpreter does at its end; would raise, were anything left to write
+    monkeypatch.undo()
+    assert sample.main([str(image), "--logprobs=/dev/full"]) == 1
+    assert "No space left on device: '/dev/full'" in capsys.readouterr().err
 
 
 def start(image: Path, *options: str, **environment: str) -> "subprocess.Popen[bytes]":
