@@ -183,7 +183,7 @@ def _header(text: bytes, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def brief(error: Exception) -> str:
     """A parser's error without the text that it could not read: a header can have megabytes."""
-    return f"{type(error).__name__}: {error!s:.200}"
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
 def _view(body: Tensor, name: str, entry: object, source: str) -> Tensor:

@@ -315,8 +315,9 @@ class GPT(nn.Module):
         reach this probability (Holtzman et al. 2020). The generators must live on the model's device: one, or one for
         each sequence, which then draws what it would draw alone; None draws from torch's own. The list `logprobs`
         receives the natural logarithms (B,) of the model's own probabilities of the ids. Between two tokens the model
-        is in the mode it was in, and its weights may change in place. Raises ValueError for settings out of range at
-        the call, for logits that are not finite when they appear.
+        is in the mode it was in, and its weights may be trained in place (a few of them changed by `.data` or numpy may
+        stay unseen). For several texts a CPU holds float32 weights twice. Raises ValueError for settings out of range
+        at the call, for logits that are not finite when they appear.
         """
         if not len(idx) or not all(len(row) for row in idx):
             raise ValueError("idx is empty; give at least one token to continue")
@@ -439,10 +440,10 @@ def changed(module: nn.Module) -> bool:
 def product(
     layer: nn.Linear, rows: int, activation: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """`layer` and then `activation` (gelu or none), or what computes the same of x (N, in_features) faster on a CPU.
+    """`layer` and then `activation` (gelu or none), or on a CPU what computes the same of x (rows, in_features) faster.
 
-    N is `rows` but for prompts. MKL, which torch asks, works on one row in one thread, and on 2 to 30 rows at half the
-    rate at which memory gives the weights.
+    MKL, which torch asks, works on one row in one thread, and on 2 to 30 rows at half the rate at which memory gives
+    the weights. Any other number of rows, a prompt's or a window's that slides, is the layer's own affair.
     """
 
     def plain(x: Tensor) -> Tensor:
@@ -450,38 +451,52 @@ def product(
 
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or changed(layer):  # LoRA, quantized
         return plain
-    weight, bias, threads = layer.weight, layer.bias, torch.get_num_threads()
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() < LARGE or weight.is_inference():
+    weight, threads = layer.weight, torch.get_num_threads()
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() < LARGE:
         return plain
+    if weight.is_inference() or not weight.is_contiguous() or (threads == 1 if rows == 1 else not CPU_PACKS):
+        return plain
+    fast = divided(layer, threads, activation) if rows == 1 else packed(layer, rows, activation)
+    return lambda x: fast(x) if len(x) == rows and not torch.is_autocast_enabled("cpu") else plain(x)
 
-    # One row: four parts of the outputs for a thread suit the caches better than one. MKL reads long rows of weights
-    # up to 1.5 times as fast for x @ weight.T, short ones 1.1 times as fast for weight @ x.T.
+
+def divided(
+    layer: nn.Linear, threads: int, activation: Callable[[Tensor], Tensor] | None
+) -> Callable[[Tensor], Tensor]:
+    """`product` of one row: its outputs in four parts a thread, which suit the caches better than one."""
+    weight, bias = layer.weight, layer.bias
+    # MKL reads long rows of weights up to 1.5 times as fast for x @ weight.T, short ones 1.1 times for weight @ x.T.
     parts, long = math.gcd(len(weight), 4 * threads), weight.size(1) > 512
-    divided = weight.view(parts, -1, weight.size(1))
+    weights = weight.view(parts, -1, weight.size(1)).mT if long else weight.view(parts, -1, weight.size(1))
     biases = None if bias is None else bias.view(parts, 1, -1) if long else bias.view(parts, -1, 1)
 
-    def of_one_row(x: Tensor) -> Tensor:
-        if len(x) > 1:
-            return plain(x)
-        both = (x.expand(parts, -1, -1), divided.mT) if long else (divided, x.t().expand(parts, -1, -1))
+    def multiply(x: Tensor) -> Tensor:
+        both = (x.expand(parts, -1, -1), weights) if long else (weights, x.t().expand(parts, -1, -1))
         y = (torch.bmm(*both) if biases is None else torch.baddbmm(biases, *both)).view(1, -1)
         return y if activation is None else activation(y)
 
-    # Several: oneDNN, with a copy of the weights in the order in which it reads them. For one row that gains nothing.
-    packed, version = weight, -1
-    then: tuple[str, list[float], str] = ("none", [], "") if activation is None else ("gelu", [], "tanh")
+    return multiply
 
-    def of_several(x: Tensor) -> Tensor:
-        nonlocal packed, version
-        if torch.is_autocast_enabled("cpu"):
-            return plain(x)
-        if version != weight._version:  # the first call, or the weights were trained since
-            packed, version = torch.ops.mkldnn._reorder_linear_weight(weight, rows), weight._version
-        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, packed, bias, *then))
 
-    if rows == 1:
-        return of_one_row if threads > 1 else plain
-    return of_several if CPU_PACKS else plain
+def packed(layer: nn.Linear, rows: int, activation: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:
+    """`product` of several rows by oneDNN, with a copy of the weights in the order in which it reads them.
+
+    A new copy (a second for 2 GB) where the weights changed. For one row it would gain nothing.
+    """
+    weight, then = layer.weight, ("none", "") if activation is None else ("gelu", "tanh")
+    copy, version = weight, -1
+    # Fused optimizers change weights without a new version, and so does `.data`: some of the weights are compared.
+    some = weight.detach().view(-1)[:: max(1, weight.numel() // 16)]
+    known = some.clone()
+
+    def multiply(x: Tensor) -> Tensor:
+        nonlocal copy, version, known
+        if version != weight._version or not torch.equal(some, known):
+            copy, version = torch.ops.mkldnn._reorder_linear_weight(weight, rows), weight._version
+            known = some.clone()
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, copy, layer.bias, then[0], [], then[1]))
+
+    return multiply
 
 
 def check_settings(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -30,6 +30,7 @@ from mingpt.model import GPT, check_settings
 from mingpt.snapshot import load_snapshot
 from mingpt.tokenizer import CharTokenizer, Tokenizer, normalize
 
+OUTPUT = "standard output"  # as errors name it
 BATCH = 8  # texts made at once: each more costs memory, and saves less and less time
 
 
@@ -43,14 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        return 0
     except (OSError, ValueError) as error:
+        if isinstance(error, BrokenPipeError) and error.filename == OUTPUT:
+            return 0
         print(f"mingpt.sample: {redact(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
     finally:
         try:
-            sys.stdout.flush()
+            if sys.stdout:  # none where it was closed: >&-
+                sys.stdout.flush()
         except OSError:  # the interpreter would try once more at its end, and complain: let it write to nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -228,7 +230,9 @@ class Session:
         question = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
         for turn in itertools.count(1):
             try:
-                _, said = encode("".join(normalize([input(question), "\n"])), self.tokenizer, self.arguments.unknown)
+                with naming("standard input"):
+                    line = input(question)
+                _, said = encode("".join(normalize([line, "\n"])), self.tokenizer, self.arguments.unknown)
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -288,18 +292,18 @@ class Session:
 
 
 def show(text: str) -> None:
-    with naming("standard output"):
+    with naming(OUTPUT):
         print(text, end="", flush=True)
 
 
 @contextmanager
-def naming(output: str | None) -> Iterator[None]:
-    """Within it, the error of a write that failed says where: Python's own says so only where an open failed."""
+def naming(place: str | None) -> Iterator[None]:
+    """Within it, the error of a read or a write says where: Python's own says so only where an open failed."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
-            error.filename = output
+        if error.filename is None and error.errno is not None:
+            error.filename = place
         raise
 
 
@@ -309,13 +313,13 @@ def tell(line: str) -> None:
 
 def find_device(name: str) -> str:
     """The device to use for `--device`; ValueError where torch has none of this name here."""
+    if name.startswith("cpu:"):
+        raise ValueError(f"--device={name}: CPUs have no number; give cpu")
     if name == "auto":
         return str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
         torch.empty(0, device=name)
         torch.Generator(name)  # meta has none
-        if name.startswith("cpu:"):
-            raise RuntimeError("a CPU has no number")
     except (RuntimeError, AssertionError) as error:  # an AssertionError where torch is built without it
         raise ValueError(f"--device={name} cannot be used: {str(error).splitlines()[0].partition('. ')[0]}") from error
     return name

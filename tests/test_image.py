@@ -88,6 +88,8 @@ def damage(header: dict[str, Any], raw: bytearray, kind: str) -> bytes:
         header["__metadata__"] = {"mingpt": json.dumps({"format_version": "\n" * 2000})}
     elif kind == "long entry":
         header["model.w"]["shape"] = [3] * 2000
+    elif kind == "overflow of int64":  # of which torch's error has two lines
+        header["model.empty"]["shape"] = [0, 2**63]
     elif kind == "long name":
         header["model\n" * 2000] = header.pop("model.w") | {"dtype": "x" * 2000}
     elif kind == "long metadata":
@@ -98,7 +100,7 @@ def damage(header: dict[str, Any], raw: bytearray, kind: str) -> bytes:
 
 
 KINDS = "length cut longer short shape huge offsets overflow metadata dtype entry foreign newer long".split()
-KINDS += ["no json", "long entry", "long name", "long metadata"]
+KINDS += ["no json", "long entry", "long name", "long metadata", "overflow of int64"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

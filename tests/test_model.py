@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import mingpt.model
 from mingpt.model import GPT, PRESETS, Decoder, GPTConfig, attend, check_causal, gelu, product, sample_token
+from mingpt.optim import make_optimizer
 
 VOCAB, BLOCK = 61, 16  # 61 is padded to 64
 
@@ -386,6 +387,14 @@ def test_the_cache_saves_work(decoded: list[tuple[int, int, int]]) -> None:
     assert decoded == [(5, 0, 3), (5, 3, 1)]  # no memory for what will not be written
 
 
+def called(monkeypatch: pytest.MonkeyPatch, space: Any, name: str) -> list[tuple[Tensor, ...]]:
+    """What `space.name` is asked from now on."""
+    calls: list[tuple[Tensor, ...]] = []
+    function = getattr(space, name)
+    monkeypatch.setattr(space, name, lambda *arguments: calls.append(arguments) or function(*arguments))
+    return calls
+
+
 class Other(GPT):
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         logits, loss = super().forward(idx, targets)
@@ -469,21 +478,48 @@ def test_a_hook_on_all_modules_is_asked() -> None:
         hook.remove()
 
 
-@pytest.mark.parametrize("texts", [1, 2])
-@pytest.mark.parametrize("part", ["lm_head", "transformer.ln_f"])
-def test_a_reader_may_train_between_two_tokens(part: str, texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def fused_step(model: GPT) -> None:
+    """A step of torch's, which does not count as a new version of the weights."""
+    weight = model.lm_head.weight
+    weight.grad = weight.detach().clone()
+    torch.optim.SGD([weight], lr=1.0, fused=True).step()
+
+
+def our_step(model: GPT) -> None:
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
+    make_optimizer(model, learning_rate=1.0, weight_decay=1.0).step()
+
+
+# Ways to make the logits of a model zero.
+TRAINED: dict[str, Callable[[GPT], Any]] = {
+    "head": lambda model: nn.init.zeros_(model.lm_head.weight),
+    "norm": lambda model: [nn.init.zeros_(each) for each in model.transformer.ln_f.parameters()],
+    "data": lambda model: model.lm_head.weight.data.zero_(),
+    "load": lambda model: model.load_state_dict({k: 0 * v for k, v in model.state_dict().items()}),
+    "fused": fused_step,
+    "ours": our_step,
+}
+
+
+@pytest.mark.parametrize("texts", [1, 3])
+@pytest.mark.parametrize("way", TRAINED)
+def test_a_reader_may_train_between_two_tokens(way: str, texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mingpt.model, "LARGE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    packed = called(monkeypatch, torch.ops.mkldnn, "_linear_pointwise") if mingpt.model.CPU_PACKS else None
     model, idx = spread(tiny()), random_ids(texts, 4)
     logprobs: list[Tensor] = []
     made = model.generate(idx, 6, temperature=0.0, logprobs=logprobs)
-    first = next(made)
+    next(made)
+    assert packed is None or len(packed) == (texts > 1)  # of a prompt, only the head's product
+    ids = next(made)
+    assert packed is None or len(packed) == (texts > 1) * (1 + 1 + 4 * 2)
+    assert (ids != 0).any()
     weight = model.lm_head.weight
-    (model(first.unsqueeze(1))[0].sum() + (weight * logprobs[0].sum()).sum()).backward()
+    (model(ids.unsqueeze(1))[0].sum() + (weight * logprobs[0].sum()).sum()).backward()
     assert weight.grad is not None
-    with torch.no_grad():
-        for parameter in model.get_submodule(part).parameters():
-            parameter.zero_()
+    model.zero_grad()
+    TRAINED[way](model)
     assert next(made).tolist() == [0] * texts  # all ids are equally likely now
 
 
@@ -508,14 +544,6 @@ def test_gelu_and_its_gradient_are_torchs(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(gelu(far), nn.functional.gelu(far, approximate="tanh"), equal_nan=True)
 
 
-def called(monkeypatch: pytest.MonkeyPatch, space: Any, name: str) -> list[tuple[Tensor, ...]]:
-    """What `space.name` is asked from now on."""
-    calls: list[tuple[Tensor, ...]] = []
-    function = getattr(space, name)
-    monkeypatch.setattr(space, name, lambda *arguments: calls.append(arguments) or function(*arguments))
-    return calls
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", [None, gelu])
@@ -532,10 +560,11 @@ def test_one_row_is_divided_among_threads(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(mingpt.model, "LARGE", 8 * 12)
     layer = nn.Linear(width, 12, bias=bias)
-    for rows in (1, 2, 17):
+    multiply = product(layer, 1, activation)
+    for rows in (2, 17, 1):
         x = torch.randn(width, rows).t()
-        y = product(layer, 1, activation)(x)
-        torch.testing.assert_close(y, activation(layer(x)) if activation else layer(x))
+        layer.weight.neg_()  # as an optimizer does
+        torch.testing.assert_close(multiply(x), activation(layer(x)) if activation else layer(x))
     parts = 12 if threads == 3 else 4  # of 12 outputs, by up to four parts a thread
     last = (parts, width, 12 // parts) if width > 512 else (parts, width, 1)
     assert [call[-1].shape for call in divided] == ([] if threads == 1 else [last])
@@ -554,15 +583,19 @@ def test_several_rows_take_weights_as_onednn_reads_them(
     monkeypatch.setattr(mingpt.model, "LARGE", 8 * 12)
     layer = nn.Linear(8, 12, bias=bias)
     multiply = product(layer, 8, activation)
-    for made in (1, 2):
-        for rows in (8, 3, 40, 0):  # a prompt can have any number of tokens
+    for made in (1, 2, 3, 4):
+        for rows in (40, 8, 3, 0, 8):  # a prompt can have any number of tokens
             x = 9 * torch.randn(rows, 8)
             torch.testing.assert_close(multiply(x), activation(layer(x)) if activation else layer(x))
-        assert (len(copies), len(products)) == (made, 4 * made)
-        layer.weight.neg_()  # as an optimizer does
+        assert (len(copies), len(products)) == (made, 2 * made)
+        if made == 1:
+            layer.weight[1, 1] += 9
+        elif made == 2:
+            layer.weight.data.neg_()
+        elif made == 3:
+            layer.weight.neg_()
     with torch.autocast("cpu", torch.bfloat16):
-        assert multiply(torch.randn(8, 8)).dtype == torch.bfloat16
-    assert len(products) == 8
+        assert multiply(x).dtype == torch.bfloat16
     monkeypatch.setattr(mingpt.model, "CPU_PACKS", False)
     torch.testing.assert_close(product(layer, 8)(x), layer(x))
     assert len(products) == 8
@@ -580,10 +613,16 @@ def test_what_is_no_plain_layer_computes_itself(rows: int, monkeypatch: pytest.M
     hooked.register_forward_hook(lambda _, __, y: y.flip(-1))
     with torch.inference_mode():
         inference = nn.Linear(8, 12)  # its weight has no version
-    for layer in (nn.Linear(8, 11), nn.Linear(8, 12).double(), quantized, hooked, inference, Adapted(nn.Linear(8, 12))):
+    turned = nn.Linear(8, 12)
+    turned.weight = nn.Parameter(torch.randn(8, 12).t())
+    layers = (nn.Linear(8, 11), nn.Linear(8, 12).double(), quantized, hooked, inference, turned)
+    for layer in (*layers, Adapted(nn.Linear(8, 12))):
         x = torch.randn(rows, 8, dtype=next(layer.parameters()).dtype)
         assert torch.equal(product(layer, rows)(x), layer(x))  # type: ignore[arg-type]
         assert torch.equal(product(layer, rows, gelu)(x), gelu(layer(x)))  # type: ignore[arg-type]
+    assert not divided and not packed
+    elsewhere = nn.Linear(8, 12, device="meta")
+    assert product(elsewhere, rows)(torch.empty(rows, 8, device="meta")).shape == (rows, 12)
     assert not divided and not packed
 
 

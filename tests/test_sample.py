@@ -364,6 +364,33 @@ def test_a_full_disk_is_told(image: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "No space left on device: '/dev/full'" in capsys.readouterr().err
 
 
+def test_each_failed_read_or_write_is_named(
+    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(OSError, match="^only a text$"), sample.naming("place"):
+        raise OSError("only a text")
+    with open(tmp_path / "written", "w", encoding="utf-8") as unreadable:
+        monkeypatch.setattr(sys, "stdin", open(os.dup(unreadable.fileno()), encoding="utf-8"))  # noqa: SIM115
+        assert sample.main([str(image), "--interactive", f"--logprobs={tmp_path / 'records'}"]) == 1
+    assert "Bad file descriptor: 'standard input'" in capsys.readouterr().err
+
+
+def test_a_reader_of_records_who_leaves_is_told(image: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "records")
+    process = start(image, "--max-new-tokens=100000", f"--logprobs={tmp_path / 'records'}")
+    with open(tmp_path / "records", encoding="utf-8") as records:
+        assert json.loads(records.readline())["sample"] == 1
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert b"Broken pipe" in err and b"records" in err and b"Traceback" not in err
+
+
+def test_a_closed_standard_output_is_no_crash(image: Path) -> None:
+    command = [sys.executable, "-m", "mingpt.sample", str(image), "--device=cpu", "--max-new-tokens=3"]
+    ended = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], cwd=ROOT, capture_output=True, check=False)
+    assert ended.returncode == 0 and b"Traceback" not in ended.stderr
+
+
 def start(image: Path, *options: str, **environment: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         [sys.executable, "-m", "mingpt.sample", str(image), "--device=cpu", *options],
