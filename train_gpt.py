@@ -386,12 +386,12 @@ def check_symbols(saved: dict[str, Any], corpus: TokenFile, source: str) -> None
         raise ValueError(
             f"{source} has other symbols than {corpus.path}: {''.join(sorted(theirs - ours))!a} are missing here, "
             f"{''.join(sorted(ours - theirs))!a} are new; take a text with the same characters, or start another run "
-            "with --name=NEW"
+            "with --name=NEW and without snapshot.init_from"
         )
     raise ValueError(
         f"{source} was trained with another tokenizer ({trained.kind}, {trained.vocab_size} tokens) than {corpus.path} "
         f"({tokenizer.kind}, {tokenizer.vocab_size} tokens); take a text prepared with the same one, or start another "
-        "run with --name=NEW"
+        "run with --name=NEW and without snapshot.init_from"
     )
 
 

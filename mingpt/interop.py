@@ -94,11 +94,14 @@ def import_gpt2(source: str, out: str) -> list[str]:
         load_weights(model, image, source)  # into nothing: it names what does not fit
         data = encode(image.tensors, metadata)
         Snapshots(LocalStore(folder), image.metadata["run_id"]).save(data, step=0, generation=1, facts=facts)
+    into = f"--snapshot.init_from={shlex.quote(out)}"
     return [
         f"{out}: GPT-2 of {config.num_parameters:,} parameters, {config.n_layer} layers, {config.n_head} heads, "
         f"{config.n_embd} wide, block {config.block_size}; tokenizer {tokenizer.kind}, {tokenizer.vocab_size} tokens",
         f"sample from it  python -m mingpt.sample {shlex.quote(out)}",
-        f"train on        python train_gpt.py configs/finetune_gpt2.yaml --snapshot.init_from={shlex.quote(out)}",
+        f"train on        python train_gpt.py configs/finetune_gpt2.yaml {into}"
+        if tokenizer.kind == "gpt2"
+        else f"train on        {into}, the same model.* and a data.path with the same {tokenizer.kind} tokenizer",
     ]
 
 

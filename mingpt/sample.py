@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
     finally:
         try:
-            if sys.stdout:  # none where it was closed: >&-
-                sys.stdout.flush()
+            sys.stdout.flush()
         except OSError:  # the interpreter would try once more at its end, and complain: let it write to nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -124,7 +123,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def sample(arguments: argparse.Namespace) -> None:
     device = find_device(arguments.device)
-    # Before a file is opened for writing, and a prompt is shown.
+    # This and the prompts are looked at before a file is opened for writing, and anything is shown.
     check_settings(arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p)
     prompts = [
         "".join(normalize([text])) for text in [*map(read_prompt, arguments.prompt_file), *arguments.prompt] or [""]
@@ -137,15 +136,16 @@ def sample(arguments: argparse.Namespace) -> None:
         f"{arguments.snapshot}: step {info['step']}, {loss}, {model.config.num_parameters:,} parameters, on {device}, "
         f"in {str(dtype).removeprefix('torch.')}"
     )
+    encoded = [encode(prompt, tokenizer, arguments.unknown) for prompt in prompts]
     with (
         naming(arguments.logprobs),
         open(arguments.logprobs, "w", encoding="utf-8") if arguments.logprobs else nullcontext() as records,
     ):
         session = Session(model, tokenizer, device, arguments, records)
         if arguments.interactive:
-            session.chat(prompts[0])
+            session.chat(*encoded[0])
         else:
-            session.write(prompts)
+            session.write(encoded)
 
 
 class Reply:
@@ -194,23 +194,22 @@ class Session:
     arguments: argparse.Namespace
     records: TextIO | None  # receives log-probabilities
 
-    def write(self, prompts: Sequence[str]) -> None:
+    def write(self, encoded: Sequence[tuple[str, list[int]]]) -> None:
         """Every sample of every prompt to stdout, in this order; of those made together the first one as it comes."""
         asked, block_size = self.arguments, self.model.config.block_size
-        encoded = [encode(prompt, self.tokenizer, asked.unknown) for prompt in prompts]
         for number, (_, ids) in enumerate(encoded, 1):
             if len(ids) > block_size:
                 which = f"prompt {number}" if len(encoded) > 1 else "the prompt"
                 tell(f"{which} has {len(ids)} tokens, the model reads the last {block_size} of them")
         samples = range(1, asked.num_samples + 1)
-        texts = [(prompt, number) for prompt in range(1, len(prompts) + 1) for number in samples]
+        texts = [(prompt, number) for prompt in range(1, len(encoded) + 1) for number in samples]
         for first in range(0, len(texts), BATCH):
             batch = texts[first : first + BATCH]
             replies = [Reply(self.tokenizer, asked.stop) for _ in batch]
             generators = [self.generator(number) for _, number in batch]
             steps = self.steps([encoded[prompt - 1][1] for prompt, _ in batch], generators, replies, batch)
             for (prompt, number), reply in zip(batch, replies, strict=True):
-                which = f"prompt {prompt} of {len(prompts)}, " * (len(prompts) > 1)
+                which = f"prompt {prompt} of {len(encoded)}, " * (len(encoded) > 1)
                 which += f"sample {number} of {asked.num_samples}" * (asked.num_samples > 1)
                 if (prompt, number) != (1, 1):
                     show(f"--- {which.removesuffix(', ')} ---\n")
@@ -220,11 +219,10 @@ class Session:
                     show(reply.take())
                 show(reply.take() + "\n")
 
-    def chat(self, prompt: str) -> None:
+    def chat(self, text: str, ids: list[int]) -> None:
         """Answers each line of stdin, with all that was said before it in mind, as far as the block reaches."""
         with suppress(ImportError):
             import readline  # noqa: F401  arrow keys in input()
-        text, ids = encode(prompt, self.tokenizer, self.arguments.unknown)
         show(text)
         generator = self.generator(1)
         question = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""

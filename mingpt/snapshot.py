@@ -522,9 +522,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _prune_by_hand(store, manifests, arguments.keep_last, arguments.keep_interval)
             manifests = read_manifests(store)
         invalid = _show(store, manifests, arguments.command == "verify")
+        sys.stdout.flush()
         return 1 if invalid else 0
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head`; what Python would still flush goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (OSError, ValueError) as error:
         print(f"mingpt.snapshot: {redact(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1

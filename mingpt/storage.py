@@ -316,11 +316,18 @@ def write_all(file: BinaryIO, data: Bytes) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file, without a buffer, that gets the name `path` at the end, durable then; else what was there stays.
 
-    The folder must exist. Raises OSError (disk full, no right); the temporary file is removed then. A kill leaves at
-    most a file `.<name>.<random>.tmp`, which no reader looks at.
+    The folder must exist. A link stays one. What is no file, as a device or a pipe, is written to as it is. Raises
+    OSError (disk full, no right); the temporary file is removed then. A kill leaves at most a file
+    `.<name>.<random>.tmp`, which no reader looks at.
     """
+    special = path.exists() and not path.is_file() and not path.is_dir()
+    path = path if special else Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        if special:  # root would replace /dev/null for the whole machine
+            with open(path, "wb", buffering=0) as file:
+                yield cast(BinaryIO, file)
+            return
         with open(temporary, "xb", buffering=0) as file:
             yield cast(BinaryIO, file)
             os.fsync(file.fileno())

@@ -299,7 +299,7 @@ def test_logprobs_of_what_was_written(run: Callable[..., Outcome], tmp_path: Pat
     "option",
     ["--temperature=-1", "--temperature=nan", "--temperature=hot", "--top-k=0", "--top-k=-1", "--top-p=0",
      "--max-new-tokens=-1", "--num-samples=0", "--unknown=guess", "--stop=", "--device=cuda:99", "--device=abacus",
-     "--device=meta", "--device=cpu:7", "--dtype=int8", "--temp=1"],
+     "--device=meta", "--device=cpu:7", "--dtype=int8", "--temp=1", "--prompt=\u0436"],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(run: Callable[..., Outcome], tmp_path: Path, option: str) -> None:
     kept = tmp_path / "logprobs"
@@ -385,10 +385,12 @@ def test_a_reader_of_records_who_leaves_is_told(image: Path, tmp_path: Path) -> 
     assert b"Broken pipe" in err and b"records" in err and b"Traceback" not in err
 
 
-def test_a_closed_standard_output_is_no_crash(image: Path) -> None:
-    command = [sys.executable, "-m", "mingpt.sample", str(image), "--device=cpu", "--max-new-tokens=3"]
-    ended = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], cwd=ROOT, capture_output=True, check=False)
+@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_crash(closed: str, image: Path) -> None:
+    command = [sys.executable, "-m", "mingpt.sample", str(image), "--device=cpu", "--prompt=a", "--max-new-tokens=0"]
+    ended = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *command], cwd=ROOT, capture_output=True, check=False)
     assert ended.returncode == 0 and b"Traceback" not in ended.stderr
+    assert ended.stdout == (b"" if ">&-" in closed.split() else b"a\n")  # and nothing that is meant for stderr
 
 
 def start(image: Path, *options: str, **environment: str) -> "subprocess.Popen[bytes]":
@@ -460,7 +462,7 @@ def test_ctrl_c_keeps_back_nothing_that_was_written(
     model, tokenizer, _ = sample.load_snapshot(str(image))
     asked = sample.parse([str(image), "--interactive", "--stop=abc"])
     with pytest.raises(StopIteration):
-        sample.Session(model, tokenizer, "cpu", asked, None).chat("")
+        sample.Session(model, tokenizer, "cpu", asked, None).chat("", [0])
     assert capsys.readouterr().out == "a\n"
 
 

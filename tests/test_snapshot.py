@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -473,6 +475,12 @@ def test_the_command_lists_verifies_and_prunes(tmp_path: Path, capsys: pytest.Ca
     assert said.count("by its size") == 4 and said.count("  yes  ") == 3 and "no: the bytes of" in said
     assert main(["prune", "--keep-last=1", "--keep-interval=2", str(tmp_path / "snapshots")]) == 0
     assert kept(tmp_path / "snapshots") == [2, 3, 4], "the newest valid one; what is not is the user's"
+    listing = [sys.executable, "-m", "mingpt.snapshot", "ls", str(tmp_path)]
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does when it has enough
+    ended = subprocess.run(listing, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, b"")
     assert main(["ls", "memory://me:planted@host/none"]) == 2
     assert "planted" not in capsys.readouterr().err
 

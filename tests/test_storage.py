@@ -479,6 +479,28 @@ def test_a_disk_that_cannot_be_written_is_told_at_the_start(tmp_path: Path, monk
             open_store(str(tmp_path / "x")).probe()
 
 
+def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
+    file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(file)
+    for content in (b"one", b"two"):
+        storage.replace_file(link, [content])
+        assert link.is_symlink() and not file.is_symlink() and file.read_bytes() == content
+    os.mkfifo(pipe)
+    received: list[bytes] = []
+    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()))
+    reader.start()
+    storage.replace_file(pipe, [b"x" * 200_000, b"y"])  # more than a pipe takes at once
+    reader.join()
+    assert received == [b"x" * 200_000 + b"y"] and pipe.is_fifo()
+    with pytest.raises(IsADirectoryError):
+        storage.replace_file(tmp_path, [b"three"])
+    assert sorted(tmp_path.iterdir()) == [file, link, pipe]
+    if os.path.exists("/dev/full"):
+        (tmp_path / "full").symlink_to("/dev/full")  # should it be replaced, it is the link
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'full'}'"):
+            storage.replace_file(tmp_path / "full", [b"four"])
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_the_right_to_write_is_told_at_the_start(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
