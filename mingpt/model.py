@@ -32,6 +32,7 @@ EXPLICIT_UP_TO = 256  # tokens; for more than that torch's own attention is the 
 CPU_HAS_BFLOAT16 = any(torch.cpu.get_capabilities().get(units) for units in ("avx512_bf16", "amx_bf16"))
 LOGITS_AT_ONCE = {"cuda": 2**26}  # by device; the CPU gains nothing from less
 LARGE = 2**17  # weights in a layer from which on a product of few rows on a CPU gains by `product`
+# Whether torch has oneDNN's order of weights, on the kind of processor where that was measured.
 CPU_PACKS = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 

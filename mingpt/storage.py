@@ -320,7 +320,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     OSError (disk full, no right); the temporary file is removed then. A kill leaves at most a file
     `.<name>.<random>.tmp`, which no reader looks at.
     """
-    special = path.exists() and not path.is_file() and not path.is_dir()
+    special = path.exists() and not path.is_file()
     path = path if special else Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -478,7 +478,8 @@ def test_the_command_lists_verifies_and_prunes(tmp_path: Path, capsys: pytest.Ca
     listing = [sys.executable, "-m", "mingpt.snapshot", "ls", str(tmp_path)]
     reading, writing = os.pipe()
     os.close(reading)  # as `| head` does when it has enough
-    ended = subprocess.run(listing, stdout=writing, stderr=subprocess.PIPE, check=False)
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    ended = subprocess.run(listing, stdout=writing, stderr=subprocess.PIPE, env=buffered, check=False)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert main(["ls", "memory://me:planted@host/none"]) == 2

@@ -487,10 +487,10 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
         assert link.is_symlink() and not file.is_symlink() and file.read_bytes() == content
     os.mkfifo(pipe)
     received: list[bytes] = []
-    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()))
+    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()), daemon=True)
     reader.start()
     storage.replace_file(pipe, [b"x" * 200_000, b"y"])  # more than a pipe takes at once
-    reader.join()
+    reader.join(timeout=60)
     assert received == [b"x" * 200_000 + b"y"] and pipe.is_fifo()
     with pytest.raises(IsADirectoryError):
         storage.replace_file(tmp_path, [b"three"])
